@@ -158,25 +158,13 @@ def to_struct(value: Mapping[str, Any], schema: type[_Body], *, strict: bool = T
 
 
 def request_docs(schema: type[msgspec.Struct]) -> dict[str, Any]:
-    """Build `openapi_extra` for a route: the type of its request body, for /docs.
+    """Build `openapi_extra` for a route: the schema of its request body, for /docs.
 
-    /openapi.json replaces it by its JSON schema (`resolve_docs`) when it is asked for: the schemas
-    of all routes take a tenth of a second, for which a start would wait.
+    A function stands for it until /openapi.json is asked for (`DescribedApp`): the schemas of all
+    routes take a tenth of a second, for which a start would wait.
     """
-    content = {"application/json": {"schema": schema}}
+    content = {"application/json": {"schema": partial(_body_schema, schema)}}
     return {"requestBody": {"required": True, "content": content}}
-
-
-def resolve_docs(documented: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the types of bodies in `openapi_extra` by their JSON schemas."""
-    return {
-        key: resolve_docs(value)
-        if isinstance(value, dict)
-        else _body_schema(value)
-        if isinstance(value, type)
-        else value
-        for key, value in documented.items()
-    }
 
 
 @cache

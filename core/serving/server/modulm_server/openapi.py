@@ -26,8 +26,6 @@ from attrs import define, field
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from modulm_server.json_body import resolve_docs
-
 __all__ = ["DescribedApp", "ErrorAnswer", "ErrorObject", "Shapes", "response_docs"]
 
 _PLAIN = {
@@ -101,7 +99,7 @@ class DescribedApp(FastAPI):
         extras = [route.openapi_extra for route, _ in routes]
         for route, _ in routes:
             route.responses = {}
-            route.openapi_extra = route.openapi_extra and resolve_docs(route.openapi_extra)
+            route.openapi_extra = route.openapi_extra and _complete(route.openapi_extra)
         try:
             schema = super().openapi()
         finally:
@@ -113,6 +111,14 @@ class DescribedApp(FastAPI):
                 _describe(schema["paths"][route.path_format][method.lower()], responses, shapes)
         schema.setdefault("components", {})["schemas"] = shapes.definitions
         return schema
+
+
+def _complete(documented: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace functions in `openapi_extra` by what they return."""
+    return {
+        key: _complete(value) if isinstance(value, dict) else value() if callable(value) else value
+        for key, value in documented.items()
+    }
 
 
 def _describe(
