@@ -22,6 +22,7 @@ from speaking import make_csm
 
 from modulm.config.sources import keywords
 from modulm.contracts.sampling import OutputKind, SamplingParams
+from modulm.errors import RequestError
 from modulm_csm.csm_speaker import CsmSpeaker
 from modulm_media.limits import Limits
 from modulm_media.sound_files import decode_sound
@@ -93,9 +94,11 @@ def generated(model: Any, speaker: CsmSpeaker, text: str, voice: str, frames: in
     return Spoken(tokens, answer.sequences[0].numpy(), answer.audio[0].numpy())
 
 
-async def generate(engine: Any, name: str, tokens: list[int], frames: int) -> Any:
+async def generate(
+    engine: Any, name: str, tokens: list[int], frames: int, *, ignore_eos: bool = True
+) -> Any:
     params = SamplingParams(temperature=0, max_tokens=frames, detokenize=False,
-                            output_kind=OutputKind.FINAL_ONLY)  # fmt: skip
+                            ignore_eos=ignore_eos, output_kind=OutputKind.FINAL_ONLY)  # fmt: skip
     source = engine.generate({"prompt_token_ids": tokens}, params, name)
     return [output async for output in source][-1].outputs[0]
 
@@ -114,6 +117,17 @@ def test_frames_and_sound_are_those_of_transformers(world: World) -> None:
         assert answer.arrays["samples"] == pytest.approx(wanted.samples, abs=1e-5)
         assert 0.05 < np.abs(wanted.samples).max() < 1
     assert [answer.finish_reason for answer in answers] == ["stop", "length", "length"]
+
+
+def test_no_code_is_an_end_of_texts(world: World) -> None:
+    """The tokenizer's end of a turn, 2, is a code, too."""
+    work = generate(world.live.engine, "r", [1, 400, 2], 9, ignore_eos=False)
+    with pytest.raises(RequestError, match="ignore_eos must be true"):
+        asyncio.run_coroutine_threadsafe(work, world.live.loop).result()
+    work = generate(world.live.engine, "s", [1, 400, 2], 9)
+    answer = asyncio.run_coroutine_threadsafe(work, world.live.loop).result()
+    assert answer.token_ids[4] == 2
+    assert len(answer.token_ids) == len(answer.arrays["codes"]) == 9
 
 
 def test_rows_that_made_room_for_others_say_the_same(world: World) -> None:

@@ -186,6 +186,7 @@ class Synthesis:
                 "max_tokens": limit,
                 "extra_args": extra,
                 "detokenize": False,
+                "ignore_eos": True,
                 "output_kind": OutputKind.DELTA,
             }
         )

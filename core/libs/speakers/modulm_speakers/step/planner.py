@@ -43,6 +43,7 @@ class SpeechPlanner(PartPlanner):
 
     def __init__(self, context: PlannerContext) -> None:
         context.prefixes.enabled = False
+        self._codebook_size = int(context.values["codebook_size"])
         self._rows: dict[int, _Sound] = {}
         self._sounds: dict[str, _Sound] = {}
         self._report: Mapping[int, Any] = {}
@@ -63,6 +64,9 @@ class SpeechPlanner(PartPlanner):
                     f"or offline {name}={allowed[0]} and the answer's arrays",
                     name,
                 )
+        if any(token < self._codebook_size for token in request.stop_ids()):
+            message = "ignore_eos must be true: tokens are codes of sound, and a frame ends it"
+            raise RequestError(message, "ignore_eos")
 
     def admit(self, waiting: WaitingRequest, row: int) -> None:
         self._rows[row] = self._sounds.setdefault(waiting.request.id, _Sound())

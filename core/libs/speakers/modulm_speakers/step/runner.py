@@ -35,7 +35,6 @@ class _Row:
 
     prompt: int
     frames: list[np.ndarray] = field(factory=list)
-    endless: bool = False
     state: Any = None
 
 
@@ -58,7 +57,11 @@ class SpeechRunner(PartRunner):
 
     def capacity(self) -> Mapping[str, Any]:
         model = self._model
-        return {"rate": model.rate, "frame_samples": model.frame_samples}
+        return {
+            "rate": model.rate,
+            "frame_samples": model.frame_samples,
+            "codebook_size": model.codebook_size,
+        }
 
     def open(self, context: RunnerContext) -> None:
         self._focus = context.focus
@@ -71,7 +74,7 @@ class SpeechRunner(PartRunner):
         params = start.params
         if not isinstance(params, SamplingParams) or self._sampler is None:
             return
-        row = _Row(len(start.prompt), endless=params.ignore_eos)
+        row = _Row(len(start.prompt))
         if value is not None and len(value):
             row.frames = list(np.asarray(value, dtype=np.int64))
             _, (row.state,) = self._model.decode(self._tensor(np.stack(row.frames)[None]), [None])
@@ -123,7 +126,7 @@ class SpeechRunner(PartRunner):
         report = {}
         for index, (number, row) in enumerate(zip(numbers, rows, strict=True)):
             row.frames.append(frames[index])
-            if over[index] and not row.endless:
+            if over[index]:
                 self._over.add(number)
             report[number] = [frames[index], samples[index], number in self._over]
         return report
