@@ -1,7 +1,7 @@
 """Memory of a server whose clients send media to fill it: python bench/media_memory.py
 
 stalled   one request names eight files of a server that sends 160 MB of each and then nothing
-pixels    eight requests at once with a PNG of 9,000 x 9,000 pixels, 243 MB each when decoded
+pixels    eight requests at once with a PNG of 8,000 x 8,000 pixels, 192 MB each when decoded
 
 Prints the most anonymous memory of all the server's processes above what they had at rest, beside
 the budget (`--max-inflight-media-bytes`), and how the requests ended.
@@ -62,7 +62,7 @@ async def attack(server: Server) -> None:
     port = listener.sockets[0].getsockname()[1]
     urls = [f"http://127.0.0.2:{port}/{number}.png" for number in range(8)]
     file = io.BytesIO()
-    Image.new("RGB", (9000, 9000)).save(file, "PNG")
+    Image.new("RGB", (8000, 8000)).save(file, "PNG")
     picture = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     print(f"budget  {BUDGET >> 20:7} MiB")
     print("stalled", await most_memory(server, [body(urls)]), flush=True)

@@ -197,6 +197,8 @@ def main(*folders: str) -> None:
                 traceback.print_exc()
             for site in faults.reached:
                 first.setdefault(site, name)
+                if REACHED.get(site[0], {}).get(site[1]) == name:  # as it was
+                    first[site] = name
 
         with Faults().inside(modules) as faults:
             slow = [name for name in PARTS if PARTS[name].__module__ == fault_model_parts.__name__]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import socket
 import ssl
@@ -40,7 +41,7 @@ from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
 from modulm_route_grpc.descriptors import message
 from modulm_route_grpc.intake import message_limit
-from modulm_route_grpc.server import _credentials
+from modulm_route_grpc.server import GrpcServer, _credentials
 from modulm_server.flags import ServerConfig
 from modulm_server.serve import with_http_address
 from modulm_server.testing import Live
@@ -323,6 +324,21 @@ def stalled(channel: grpc.Channel, key: Any, ending: threading.Event) -> Any:
         yield from ()
 
     return channel.stream_stream("/vllm.Inference/Generate")(messages(), metadata=key, timeout=30)
+
+
+def test_a_start_that_fails_half_way_can_be_stopped(server: Live) -> None:
+    """grpcio ended the process: SIGSEGV. The error is thrown where the start first waits."""
+    (family,) = (one for one in server.served.families if one.name == "grpc")
+
+    async def main() -> None:
+        other = GrpcServer(family.context, ("127.0.0.1", 0))
+        starting = other.start().__await__()
+        next(starting)
+        with pytest.raises(OSError, match="no"):
+            starting.throw(OSError("no"))
+        await other.stop()
+
+    asyncio.run(main())
 
 
 def test_no_message_is_received_without_a_key(client: Client) -> None:

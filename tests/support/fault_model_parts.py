@@ -115,13 +115,15 @@ def _steps(server: Several, http: httpx.Client, file: Path) -> Iterator[Callable
 
 
 def _check(server: Several) -> None:
-    """A model is loaded and answers, and no task but the patrol's is left."""
+    """A model is loaded and answers, and the patrol's task runs, unless the fault has cancelled it,
+    as only its owner does.
+    """
     answer = httpx.post(f"{server.live.url}{CHAT}", timeout=60, json={
         "model": "three", "messages": [{"role": "user", "content": "hi"}],
     })  # fmt: skip
     assert answer.is_success, answer.text
     assert server.pool._patrol is not None
-    assert not server.pool._patrol.done()
+    assert not server.pool._patrol.done() or server.pool._patrol.cancelled()
 
 
 @_part

@@ -166,6 +166,7 @@ def a_process_of_a_plugin(folder: Path) -> None:
 def _shut_after_answer(channel: Any) -> None:
     with suppress(child.Closed, OSError):
         channel.receive()
+    with suppress(OSError):
         channel.socket.shutdown(socket.SHUT_RDWR)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -203,6 +204,32 @@ def test_speakers_are_named(folder: Path, kind: Any, answer: str) -> None:
         tokens = transcriber.tokenizer.encode(other, add_special_tokens=False)
         (segment,) = transcriber.read(tokens, 4.0)
         assert (segment.text, segment.speaker, segment.end) == (other, "", 4.0)
+
+
+ANSWERS = (
+    "[0.00][S01]Hello there.[1.50] [0:01.25][S02] Good morning.[9.00]",
+    '[{"Start":0.0,"End":1.5,"Speaker":0,"Content":"Hello there."},{"Start":1,"End":3}]',
+    "language English<asr_text>Ada went home.",
+    'The spoken content of the audio is "Hello there".',
+)
+PIECES = (
+    "[", "]", "{", "}", '"', ":", "-1", "1e999", "NaN", "99:99:99", "[S", "[0.5]", "\0", "🎈", "'",
+    '"End":', "<asr_text>", "[" * 500,
+)  # fmt: skip
+
+
+def test_any_answer_is_read(folder: Path, rng: random.Random, rounds: int) -> None:
+    """Times are within the sound and in order, whatever the model says."""
+    tokenizer, config = load_tokenizer(folder), json.loads((folder / "config.json").read_text())
+    for _ in range(40 * rounds):
+        answer = rng.choice(ANSWERS)
+        for _ in range(rng.randrange(1, 5)):
+            at = rng.randrange(len(answer) + 1)
+            answer = answer[:at] + rng.choice(PIECES) + answer[at + rng.choice((0, 0, 1, 5)) :]
+        kind = rng.choice((MossDiarize, VibeVoice, Qwen3Asr, Flamingo))
+        transcriber = kind(tokenizer, folder, config)
+        for one in transcriber.read(tokenizer.encode(answer, add_special_tokens=False), 4.0):
+            assert 0 <= one.start <= one.end <= 4.0, (kind, answer, one)
 
 
 def test_the_length_of_a_sound_is_told(folder: Path) -> None:

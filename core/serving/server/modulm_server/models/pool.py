@@ -354,7 +354,7 @@ class ModelPool(ModelDirectory):
             except Exception:
                 log.exception("Models cannot be watched now")
                 pause = _MEASURE
-            with suppress(TimeoutError):
+            with suppress(OSError):  # a TimeoutError is one; nobody else watches them
                 await asyncio.wait_for(self._expiring.wait(), pause)
 
     def _pause(self) -> float | None:
