@@ -327,8 +327,9 @@ class LlamaCpp(RouteFamily):
         """The adapter of a request, from `lora` or `model`."""
         if body.lora is None:
             model_name = body.model
-            known = model_name is None or model_name in self.context.models
-            adapter = None if known else self.context.engine.adapters.get(model_name)
+            if model_name is None or model_name in self.context.models:
+                return None
+            adapter = self.context.engine.adapters.get(model_name)
             return None if adapter is None or not may_use(adapter) else model_name
         requested = [one for one in body.lora if one.get("scale", 0) != 0]
         if len(requested) > 1 or any(one.get("scale") != 1 for one in requested):
