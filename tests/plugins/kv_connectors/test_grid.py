@@ -190,7 +190,7 @@ FAMILIES |= {
     "even, sliding": ("MistralForCausalLM", EVEN | {"sliding_window": 24}),
     "even, full and sliding": ("Gemma3ForCausalLM", EVEN),
     "wide latent": ("DeepseekV3ForCausalLM", WIDE),
-    "wide latent, selected": ("DeepseekV32ForCausalLM", WIDE),
+    "wide latent, selected": ("DeepseekV32ForCausalLM", WIDE | {"index_head_dim": 128}),
 }
 #: Formats of caches besides those of the grid above, by family.
 FORMATS: dict[str, tuple[str, ...]] = {
