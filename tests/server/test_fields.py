@@ -481,6 +481,16 @@ def test_prompts_are_shown_and_cut_at_either_end(live: Live, tokenizer: Tokenize
         error = http.post("/v1/completions", json={**body, **cut}).json()["error"]
         assert error["param"] == "truncate_prompt_tokens"
         shown = http.post("/v1/chat/completions/render", json=chat).json()["prompt"]
+        for path, asked in ((COMPLETE, body), (CHAT, chat)):
+            asked = {**asked, "return_token_offsets": True}
+            answer = http.post(f"{path}/render", json=asked).json()
+            (one,) = answer if isinstance(answer, list) else [answer]
+            parts = [one["prompt"][start:end] for start, end in one["token_offsets"]]
+            assert len(parts) == len(one["token_ids"])
+            assert "".join(parts) == one["prompt"]
+        whole = {**body, "prompt": ids, "return_token_offsets": True}
+        (one,) = http.post(f"{COMPLETE}/render", json=whole).json()
+        assert one["token_offsets"] is None
         chat["return_prompt_text"] = True
         assert http.post("/v1/chat/completions", json=chat).json()["prompt_text"] == shown
         stream = http.post("/v1/chat/completions", json={**chat, "stream": True}).text

@@ -9,6 +9,7 @@ import pytest
 
 from modulm import LLM, SamplingParams
 from modulm.contracts.outputs import Finished, RequestMetrics
+from modulm.contracts.requests import StepStats
 from modulm.errors import ConfigError
 from modulm.testing.checkpoints import make_tiny
 from modulm_server.engine.histograms import bucket_bounds
@@ -124,7 +125,9 @@ def test_requests_say_what_was_cached_and_preempted() -> None:
     metrics = Metrics("m")
     times = RequestMetrics(0.0)
     metrics.finished(
-        Finished(times, SamplingParams(n=2), 5, [3, 7], ["stop"] * 2, cached=4, preemptions=2)
+        Finished(
+            times, SamplingParams(n=2), 5, [3, 7], ["stop"] * 2, cached=4, preemptions=2, loaded=1
+        )
     )
     metrics.finished(Finished(times, SamplingParams(), 5, [0], ["abort"]))  # it never ran
     labels = ("m", "0")
@@ -133,6 +136,22 @@ def test_requests_say_what_was_cached_and_preempted() -> None:
     assert samples_of(metrics, "modulm:request_num_preemptions_sum") == {labels: 2}
     assert samples_of(metrics, "modulm:request_num_preemptions_count") == {labels: 1}
     assert samples_of(metrics, "modulm:request_max_num_generation_tokens_sum") == {labels: 7}
+    sources = samples_of(metrics, "modulm:prompt_tokens_by_source_total")
+    assert {source: count for (*_, source), count in sources.items()} == {
+        "local_compute": 1, "local_cache_hit": 3, "external_kv_transfer": 1,
+    }  # fmt: skip
+    stage = "num_requests_kv_fetch_by_stage"
+    metrics.parts({f"{stage}/in_progress": 2, "kv_block_lifetime_seconds": [1.0, 2.5], "x/y": 1})
+    metrics.parts({f"{stage}/in_progress": -1})
+    metrics.step(StepStats(1, running=1, waiting=5, usage=0.5, deferred=2))
+    waiting = samples_of(metrics, "modulm:num_requests_waiting_by_reason")
+    assert {reason: count for (*_, reason), count in waiting.items()} == {
+        "capacity": 3, "deferred": 2,
+    }  # fmt: skip
+    assert samples_of(metrics, f"modulm:{stage}")["m", "0", "in_progress"] == 1
+    assert samples_of(metrics, "modulm:kv_block_lifetime_seconds_sum") == {labels: 3.5}
+    metrics.forget_now()
+    assert not any(samples_of(metrics, f"modulm:{stage}").values())
     metrics.set_sleep(2)
     states = samples_of(metrics, "modulm:engine_sleep_state")
     assert states == {

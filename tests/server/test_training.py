@@ -55,20 +55,29 @@ class Engine:
 
 
 async def tokens(
-    llm: AsyncLLM, name: str, params: SamplingParams = SHORT, seen: list[int] | None = None
+    llm: AsyncLLM,
+    name: str,
+    params: SamplingParams = SHORT,
+    seen: list[int] | None = None,
+    ranges: list[tuple[int, int, int]] | None = None,
 ) -> list[int]:
+    """Return the tokens. ranges: gets `weight_versions` of the last output."""
     found = [] if seen is None else seen
     async with aclosing(llm.generate(PROMPT, params, name)) as outputs:
         async for output in outputs:
             new = list(output.outputs[0].token_ids)
             found[:] = [*found, *new] if params.output_kind is OutputKind.DELTA else new
+            if ranges is not None:
+                ranges[:] = output.outputs[0].weight_versions
     return found
 
 
-async def begin(llm: AsyncLLM, name: str) -> tuple[asyncio.Task[list[int]], list[int]]:
+async def begin(
+    llm: AsyncLLM, name: str, ranges: list[tuple[int, int, int]] | None = None
+) -> tuple[asyncio.Task[list[int]], list[int]]:
     """A long request that has given its first tokens."""
     seen: list[int] = []
-    running = asyncio.create_task(tokens(llm, name, LONG, seen))
+    running = asyncio.create_task(tokens(llm, name, LONG, seen, ranges))
     while not seen:
         await asyncio.sleep(0.01)
     return running, seen
@@ -154,9 +163,11 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(
 ) -> None:
     llm = engine.llm
 
+    ranges: list[tuple[int, int, int]] = []
+
     async def keep() -> None:
         old = await tokens(llm, "alone", LONG)
-        running, seen = await begin(llm, "kept")
+        running, seen = await begin(llm, "kept", ranges)
         await llm.pause_generation(mode="keep")
         assert await llm.is_paused()
         waiting = asyncio.create_task(tokens(llm, "waiting"))
@@ -170,6 +181,8 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(
         assert await waiting == expected[1]
         mixed = await running
         assert len(mixed) == 200
+        assert [(first, end) for _, first, end in ranges] == [(0, before), (before, 200)]
+        assert ranges[1][0] == ranges[0][0] + 1 == llm.weight_version
         assert mixed[:before] == old[:before]
         assert mixed != old
         assert await tokens(llm, "again") == expected[1]  # not what "kept" has cached
@@ -282,18 +295,33 @@ def test_routes(
                 assert refused.status_code == 400
                 assert "unexpected weights: x" in refused.json()["error"]["message"]
                 await post("/update_weights", update_info=shared.info)
-                version = (await post("/finish_weight_update"))["weight_version"]
-            assert await get("/weight_info") == {"weight_version": version}
-            await post("/update_weight_version", weight_version=70)
+                before = (await post("/weight_checker", action="checksum"))["checksums"]
+                finished = await post("/finish_weight_update", weight_version="60")
+                assert await get("/weight_info") == {"weight_version": 60}
+            assert finished["weight_version"] == 60
+            answer = await post("/weight_checker", action="compare", baseline=before)
+            assert (answer["match"], set(answer["mismatches"])) == (False, set(before))
+            changed = await post("/update_weight_version", new_version="70")  # as in vLLM
+            assert (changed["success"], changed["new_version"]) == (True, "70")
+            refused = await http.post("/update_weight_version", json={"new_version": "v7"})
+            assert "must be a number" in refused.json()["error"]["message"]
             await post("/resume")
             assert await get("/is_paused") == {"is_paused": False}
             replicas = 2 if engine.name == "replicas" else 1
             assert await get("/get_world_size") == {"world_size": replicas}
             answer = await post(
                 "/v1/completions", model="M", prompt=PROMPT["prompt_token_ids"], max_tokens=5,
-                temperature=0, ignore_eos=True, return_token_ids=True,
+                temperature=0, ignore_eos=True, return_token_ids=True, return_weight_versions=True,
             )  # fmt: skip
             assert answer["choices"][0]["token_ids"] == expected[1]
+            spans = [{"version": "70", "start": 0, "end": 5}]
+            assert answer["choices"][0]["weight_versions"] == spans
+            refused = await http.post("/release_kv_cache_memory")
+            assert "sleep at level 0" in refused.json()["error"]["message"]
+            await post("/sleep?level=0&mode=wait")
+            assert await post("/release_kv_cache_memory") == {"status": "kv_cache_released"}
+            woken = await post("/wake_up?tags=kv_cache")
+            assert woken == {"status": "awake", "tags": ["kv_cache"]}
             assert answer["system_fingerprint"].endswith("-w70")
             metrics = (await http.get("/metrics")).text
             line = next(x for x in metrics.splitlines() if ":weight_version{" in x)

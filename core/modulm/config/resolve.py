@@ -281,7 +281,7 @@ def _length(state: _Open, hf_config: Mapping[str, Any], trained: int | None) -> 
 
 def _longest(text: Mapping[str, Any]) -> tuple[int, str]:
     """Return the maximum length that a checkpoint states, and where it states it."""
-    stated = {key: text[key] for key in _LENGTH_KEYS if _is_length(text.get(key))}
+    stated = {key: n for key in _LENGTH_KEYS if type(n := text.get(key)) is int and n > 0}
     if not stated:
         return _FALLBACK_LENGTH, "config.json states no length"
     key = min(stated, key=lambda name: stated[name])
@@ -291,10 +291,6 @@ def _longest(text: Mapping[str, Any]) -> tuple[int, str]:
         return stated[key], f"{key} in config.json"
     base = scaling.get("original_max_position_embeddings", stated[key])
     return int(base * factor), f"{key} in config.json, with its rope scaling of {factor:g}"
-
-
-def _is_length(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _scaling_factor(scaling: Mapping[str, Any]) -> float:

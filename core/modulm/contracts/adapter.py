@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from modulm.errors import UnsupportedError
 
@@ -106,6 +106,10 @@ class AdapterBank(ABC):
     def experts(self, gate_up: LinearSpec, down: LinearSpec) -> AdaptedExperts | None:
         """Return a wrapper for a pair of stacked experts, or None."""
         return None
+
+    def norm(self, name: str, norm: Any) -> Any:
+        """Return what the model uses in place of a norm (`modulm.nn.Norm`), or the norm itself."""
+        return norm
 
     def elsewhere(self, spec: LinearSpec) -> None:
         """Called for each layer of other pipeline stages; ignore adapter weights for it."""

@@ -87,10 +87,12 @@ class KVIndex(ABC):
     """The scheduler's half. Called on the engine's thread; must not block.
 
     durable: whether stored blocks outlive the engine. If so, requests with adapters are not
-    stored, since an adapter's name may refer to other weights later.
+    stored, since an adapter's name may refer to other weights later. medium: where blocks come
+    from, as a label of metrics: "host", "disk" or "p2p".
     """
 
     durable: ClassVar[bool] = False
+    medium: ClassVar[str] = "external_unspecified"
 
     @abstractmethod
     def match(self, request: str, names: Sequence[bytes], cached: int) -> int | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import define, frozen
 
 if TYPE_CHECKING:
-    from modulm.contracts.requests import StepStats
     from modulm.contracts.sampling import PoolingParams, SamplingParams
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "ScoringOutput",
     "ScoringRequestOutput",
     "SpecDecodeMetrics",
-    "Statistics",
 ]
 
 API = 1
@@ -80,8 +78,10 @@ class CompletionOutput:
     "repetition_detected"; for "error", the message.
     cumulative_logprob: of all tokens so far, if logprobs were requested. reasoning: the reasoning
     before the text, if a parser separates it (`LLM.chat`). spec_decode_metrics: of all steps so
-    far; None without speculative decoding. arrays: what step parts computed for the tokens, by
-    name, such as the "samples" of a model that speaks; only those of new tokens in a delta stream.
+    far; None without speculative decoding. weight_versions: of a finished output, (version of the
+    weights, first token, end) of each range of its tokens that one version generated. arrays: what
+    step parts computed for the tokens, by name, such as the "samples" of a model that speaks; only
+    those of new tokens in a delta stream.
     """
 
     index: int
@@ -94,6 +94,7 @@ class CompletionOutput:
     reasoning: str | None = None
     spec_decode_metrics: SpecDecodeMetrics | None = None
     arrays: Mapping[str, Any] | None = None
+    weight_versions: Sequence[tuple[int, int, int]] = ()
 
     def finished(self) -> bool:
         """Whether the output is complete."""
@@ -172,7 +173,8 @@ class Finished:
 
     prompt: its length in tokens. generated, reasons: number of tokens and finish reason of each
     output. origin: where the request came from, as set by its front end. cached: prompt tokens
-    found in a cache, None if it never ran. preemptions: of all its sequences.
+    found in a cache, None if it never ran. loaded: those of them that a KV connector loaded.
+    preemptions: of all its sequences.
     """
 
     times: RequestMetrics
@@ -185,19 +187,4 @@ class Finished:
     origin: object | None = None
     cached: int | None = None
     preemptions: int = 0
-
-
-class Statistics(Protocol):
-    """Collects statistics of an engine. Called on the thread that reads the engine's events."""
-
-    def step(self, stats: StepStats) -> None:
-        """Record a step."""
-
-    def parts(self, counts: Mapping[str, float]) -> None:
-        """Record what step parts counted in a step, by name."""
-
-    def gaps(self, seconds: Sequence[float]) -> None:
-        """Record inter-token latencies of all sequences that got a token in a step."""
-
-    def finished(self, request: Finished) -> None:
-        """Record a request that has ended."""
+    loaded: int = 0

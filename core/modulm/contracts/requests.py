@@ -159,7 +159,8 @@ class StepStats(NamedTuple):
     accepted: tokens that were verified and accepted. drafts: rows with drafted tokens. accepted_at:
     number of rows whose first, second, ... draft was accepted. queried, hit: prompt tokens looked
     up and found in the prefix cache by admitted requests. plan_seconds: host time of planning.
-    run_seconds: time in the executor. routed: tokens routed to each expert, if counted.
+    run_seconds: time in the executor. routed: tokens routed to each expert, if counted. deferred:
+    waiting requests that a step part defers, or that wait for a prefix that is being computed.
     """
 
     step: int
@@ -178,6 +179,7 @@ class StepStats(NamedTuple):
     drafts: int = 0
     accepted_at: tuple[int, ...] = ()
     routed: tuple[int, ...] = ()
+    deferred: int = 0
 
 
 @frozen(eq=False)
@@ -187,7 +189,9 @@ class StepEvents:
     requests[i] sampled tokens[i]; a request's tokens are consecutive, with one entry of logprobs
     each. prompt_logprobs: request -> (index of the first entry's prompt token, entries). drafted:
     request -> (verified drafts, accepted drafts). transfer_params, retained: request ->
-    `RequestOutput.kv_transfer_params`, `RequestOutput.retained`. counts: metric -> what to add.
+    `RequestOutput.kv_transfer_params`, `RequestOutput.retained`. loaded: request -> tokens that a
+    KV connector loaded. counts: metric -> what to add: a number, or a histogram's values. A label
+    follows a metric's name after "/".
     arrays: request -> arrays by name that step parts computed for its new tokens, one after the
     other along the first axis (`CompletionOutput.arrays`).
     """
@@ -204,5 +208,6 @@ class StepEvents:
     drafted: dict[str, tuple[int, int]] = field(factory=dict)
     transfer_params: dict[str, Mapping[str, Any]] = field(factory=dict)
     retained: dict[str, Sequence[Sequence[float]]] = field(factory=dict)
-    counts: dict[str, float] = field(factory=dict)
+    counts: dict[str, Any] = field(factory=dict)
     arrays: dict[str, Mapping[str, np.ndarray]] = field(factory=dict)
+    loaded: dict[str, int] = field(factory=dict)

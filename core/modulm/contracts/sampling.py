@@ -99,6 +99,8 @@ class SamplingParams(metaclass=_Suggests):
     logprob_token_ids: tokens to return log probabilities of instead of the best ones.
     repetition_detection: ends the output, for the reason "repetition", when its last tokens are a
     pattern of `min_pattern_size` to `max_pattern_size` tokens, `min_count` times in a row.
+    stream_interval: least new tokens of each output of a stream after the first; the engine's
+    `--stream-interval` if that is more.
     speculative: maximum drafted tokens per step; False or 0: none; True or None: chosen by the
     engine. It does not change the output distribution. Front ends check ranges and raise
     RequestError naming the field; the constructor does not.
@@ -129,6 +131,7 @@ class SamplingParams(metaclass=_Suggests):
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    stream_interval: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=_ids)
     bad_words: tuple[str, ...] = field(default=(), converter=_strings)

@@ -137,17 +137,17 @@ def _tokenizer_files(plugins: PluginManager) -> tuple[str, ...]:
 
 
 def _folder_or_hub(name: str, config: EngineConfig, plugins: PluginManager | None = None) -> Path:
-    path = Path(name).expanduser()
-    if path.exists():
+    if (path := Path(name).expanduser()).exists():
         return path
     if is_hub_id(name):
         return download(name, config, _tokenizer_files(plugins) if plugins else ())
     if plugins is not None and (parted := split_part(name)) is not None:
         choose = partial(defaults.choose_files, plugins, *parted)
         return download_part(parted[0], config, choose)
+    hint = " of an object store (copy it to a folder first)" if "://" in name else ""
     known = ", ".join(d.name for d in plugins.names("checkpoints")) if plugins else ""
     raise CheckpointError(
-        f"model {name!r} is neither a folder nor a hub id (owner/name, or owner/name:PART)"
+        f"model {name!r}{hint} is neither a folder nor a hub id (owner/name, or owner/name:PART)"
         + (f" nor one of the installed models: {known}" if known else "")
     )
 

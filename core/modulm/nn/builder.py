@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from attrs import evolve, field, frozen
@@ -277,15 +277,17 @@ class Builder:
 
     def rms_norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
         """Create an RMS norm; its stored weight excludes `offset`."""
-        norm = RMSNorm(self.ops, eps, offset)
-        self._unit(name, norm, weight=(size,))
-        return norm
+        return cast("RMSNorm", self._norm(name, RMSNorm(self.ops, eps, offset), weight=(size,)))
 
     def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
         """Create a layer norm."""
-        norm = LayerNorm(self.ops, eps)
-        self._unit(name, norm, weight=(size,), **({"bias": (size,)} if bias else {}))
-        return norm
+        shapes = {"weight": (size,), "bias": (size,)} if bias else {"weight": (size,)}
+        return cast("LayerNorm", self._norm(name, LayerNorm(self.ops, eps), **shapes))
+
+    def _norm(self, name: str, norm: Any, **shapes: tuple[int, ...]) -> Any:
+        """Add a norm's parameters; returns it, or what the adapter bank puts in its place."""
+        self._unit(name, norm, **shapes)
+        return norm if (bank := self.shared.adapters) is None else bank.norm(self.name(name), norm)
 
     def parameters(self, name: str, module: Module, **shapes: tuple[int, ...]) -> None:
         """Add unquantized parameters to `module`, stored under `name` and the attribute's name."""

@@ -263,6 +263,12 @@ def test_streams_may_gather_tokens(checkpoint: str) -> None:
         outputs = await collect(llm.generate("Hello", LONG.with_(max_tokens=10), "a"))
         assert len(outputs) <= 4
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == 10
+        for interval, most in ((2, 4), (8, 3)):  # the larger one holds
+            params = LONG.with_(max_tokens=10, stream_interval=interval)
+            outputs = await collect(llm.generate("Hello", params, "a"))
+            assert len(outputs) <= most
+        with pytest.raises(RequestError, match="stream_interval"):
+            await collect(llm.generate("Hello", LONG.with_(stream_interval=0), "a"))
 
     flags = _flags(checkpoint, disable_frontend_multiprocessing=True, stream_interval=4)
     llm = AsyncLLM(**flags)

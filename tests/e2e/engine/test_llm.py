@@ -16,7 +16,6 @@ from samples import parametrize_sample
 from transformers import AutoModelForCausalLM
 
 from modulm import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
-from modulm.contracts.outputs import Statistics
 from modulm.contracts.policy import Scheduler
 from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.errors import ConfigError, ContextLengthExceeded, EngineDead, EngineError, RequestError
@@ -25,6 +24,7 @@ from modulm.plugins.manager import using
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
 from modulm.testing.fakes import FakeExecutor
+from modulm_frontend.statistics import Statistics
 
 PROMPTS = [
     "Hello there",

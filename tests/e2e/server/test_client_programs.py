@@ -26,16 +26,25 @@ TOOLS = Path(__file__).resolve().parents[2] / "support/tool_server.py"
 
 
 @pytest.fixture(scope="module")
-def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has the clients, and nothing of modulm."""
-    uv, place = Path(sys.executable).with_name("uv"), tmp_path_factory.mktemp("clients") / "venv"
-    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, place], check=True)
-    python = place / "bin/python"
-    subprocess.run(
-        [uv, "pip", "install", "--quiet", "--python", python, "-r", HERE / "requirements.txt"],
-        check=True,
-    )
-    return python
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the Python of an environment that has a script's client, and nothing of modulm: of one
+    for those with requirements of their own, and of one for all others.
+    """
+    uv, made = Path(sys.executable).with_name("uv"), dict[Path, Path]()
+
+    def python_of(name: str) -> Path:
+        own = HERE / f"requirements_{name}.txt"
+        file = own if own.exists() else HERE / "requirements.txt"
+        if file not in made:
+            place = tmp_path_factory.mktemp("clients") / "venv"
+            python = made[file] = place / "bin/python"
+            venv = [uv, "venv", "--quiet", "--python", sys.executable, place]
+            subprocess.run(venv, check=True)
+            install = [uv, "pip", "install", "--quiet", "--python", python, "-r", file]
+            subprocess.run(install, check=True)
+        return made[file]
+
+    return python_of
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +69,12 @@ def vectors(
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_script_runs(name: str, clients: Path, chat: str, vectors: str) -> None:
+def test_the_script_runs(
+    name: str, clients: Callable[[str], Path], chat: str, vectors: str
+) -> None:
     script = HERE / f"with_{name}.py"
     run = subprocess.run(
-        [clients, script, chat, vectors, TOOLS],
+        [clients(name), script, chat, vectors, TOOLS],
         capture_output=True,
         text=True,
         timeout=300,

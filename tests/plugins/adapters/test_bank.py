@@ -354,8 +354,12 @@ def no_pair(path, tensors):
     changed(path, {f"{KEY}.lora_A.weight": torch.zeros(4, 64)})
 
 
-def a_norm(path, tensors):
-    changed(path, tensors | {"base_model.model.model.norm.weight": torch.ones(64)})
+def short_norm(path, tensors):
+    changed(path, tensors | {"base_model.model.model.norm.weight": torch.ones(63)})
+
+
+def unknown_norm(path, tensors):
+    changed(path, tensors | {"base_model.model.model.layers.0.ln.weight": torch.ones(64)})
 
 
 def other_tensor(path, tensors):
@@ -405,7 +409,8 @@ BAD = {
     not_a_number: r"q_proj\.lora_B\.weight contains NaN",
     no_layer: r"layers\.7\.self_attn\.q_proj\.lora_A\.weight: the model has no layer",
     no_pair: r"model\.layers\.0\.self_attn\.q_proj has no lora_B",
-    a_norm: r"model\.norm\.weight: a norm in modules_to_save: .* merge_and_unload",
+    short_norm: r"model\.norm\.weight: is for \[63\], the model's layer is \[64\]",
+    unknown_norm: r"layers\.0\.ln\.weight: the model has no norm .* merge_and_unload",
     other_tensor: r"boft_R is not a known part of a LoRA adapter",
     other_head: r"lm_head\.weight: is for \[600, 64\], the model's layer is \[512, 64\]",
 }

@@ -24,6 +24,12 @@ FUSED = {
     "GPTNeoXForCausalLM": ["query_key_value"],
     "Phi3ForCausalLM": ["qkv_proj", "gate_up_proj"],
 }
+#: Norms of each family, by the ends of their names; of others, all.
+NORMS = {
+    "GPT2LMHeadModel": ["ln_1", "ln_2", "ln_f"],
+    "GPTNeoXForCausalLM": ["layernorm", "final_layer_norm"],
+    "Gemma3ForCausalLM": ["layernorm"],
+}
 EXPERTS = ("MixtralForCausalLM", "OlmoeForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM")
 FAMILIES = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM",
@@ -54,6 +60,10 @@ def settings(family, kind):
         "embeddings": {"target_modules": [table, "lm_head"]},
         "regex": {"target_modules": r".*\.1\..*(down_proj|dense|c_proj|o_proj)"},
         "saved": {"target_modules": FUSED.get(family, ["k_proj"]), "modules_to_save": ["lm_head"]},
+        "norms": {
+            "target_modules": FUSED.get(family, ["k_proj"]),
+            "modules_to_save": NORMS.get(family, ["norm"]),
+        },
         "bias": {"target_modules": ["k_proj", "v_proj"], "bias": "all"},
         "lora_bias": {"target_modules": ["k_proj", "q_proj", "v_proj"], "lora_bias": True},
         "dora": {
@@ -117,6 +127,8 @@ CASES = [
 ] + [(family, "experts") for family in EXPERTS] + [
     ("Phi4MultimodalForCausalLM", "layers"),
     ("Qwen2ForCausalLM", "bias"), ("Qwen2ForCausalLM", "lora_bias"),
+    ("GPT2LMHeadModel", "norms"), ("Gemma3ForCausalLM", "norms"), ("GPTNeoXForCausalLM", "norms"),
+    ("LlamaForCausalLM", "norms"),
 ]  # fmt: skip
 
 

@@ -31,6 +31,8 @@ from modulm_command_bench.command import command
 from modulm_command_bench.figures import Timed, compare, figures, parse_goodput
 from modulm_command_bench.load import Schedule, Target, arrivals, run
 from modulm_command_bench.media_samples import RandomMedia
+from modulm_command_bench.plots import frontier, pareto_point
+from modulm_command_bench.recorded import RecordedOptions, hub_rows, prompt_of
 from modulm_command_bench.samples import Recipe, Sample, make_samples
 from modulm_tokenizers.tokenizer import load_tokenizer
 
@@ -58,8 +60,34 @@ class Scripted:
             Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "scripted"}]})),
             Route("/v1/completions", self.answer, methods=["POST"]),
             Route("/v1/chat/completions", self.answer, methods=["POST"]),
+            Route("/v1/rerank", self.whole, methods=["POST"]),
+            Route("/v1/audio/transcriptions", self.whole, methods=["POST"]),
+            Route("/splits", self.splits),
+            Route("/rows", self.rows),
         ]
         self.app = Starlette(routes=routes)
+
+    async def whole(self, request: Request) -> Response:
+        if request.headers["content-type"] == "application/json":
+            self.bodies.append(await request.json())
+        else:
+            async with request.form() as form:
+                self.bodies.append(dict(form.items()))
+                self.bodies[-1]["file"] = await form["file"].read()  # type: ignore[union-attr]
+        return JSONResponse({})
+
+    async def splits(self, request: Request) -> Response:
+        """As the Hub's dataset viewer answers."""
+        names = [("main", "train"), ("main", "test"), ("other", "train")]
+        return JSONResponse({"splits": [{"config": c, "split": s} for c, s in names]})
+
+    async def rows(self, request: Request) -> Response:
+        query = request.query_params
+        first, count = int(query["offset"]), int(query["length"])
+        numbers = range(first, min(first + count, 150))
+        asked = f"{query['config']}/{query['split']}"
+        rows = [{"row_idx": n, "row": {"question": f"{asked} {n}"}} for n in numbers]
+        return JSONResponse({"rows": rows})
 
     async def answer(self, request: Request) -> Response:
         number = len(self.bodies)
@@ -360,6 +388,174 @@ def test_the_command_saves_what_it_measured(
     assert isinstance(body["messages"][0]["content"], str)
 
 
+def test_published_formats(tokenizer: Any, tmp_path: Path) -> None:
+    def lines(name: str, *rows: Any) -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    def made(name: str, path: str, **more: Any) -> list[Sample]:
+        options = {"shuffle": False, "oversample": False, "count": 9, **more}
+        return make_samples(Recipe(name=name, path=path, **options), tokenizer)
+
+    questions = lines(
+        "question.jsonl", {"category": "math", "turns": ["one", "two"]},
+        {"category": "qa", "turns": ["three"]},
+    )  # fmt: skip
+    assert [s.text for s in made("spec_bench", questions)] == ["one", "three"]
+    some = made("spec_bench", questions, recorded=RecordedOptions(category="qa"))
+    assert [s.text for s in some] == ["three"]
+    with pytest.raises(click.UsageError, match="use one of math, qa"):
+        made("spec_bench", questions, recorded=RecordedOptions(category="law"))
+    message = {"role": "user", "content": "four"}
+    lines("qualitative.jsonl", {"category": "qa", "messages": [message]})
+    assert [s.text for s in made("speed_bench", str(tmp_path))] == ["four"]
+    trace = lines(
+        "trace.jsonl",
+        {"timestamp": 1000, "input_length": 10, "output_length": 2, "hash_ids": [7, 8, 9]},
+        {"timestamp": 3500, "input_length": 7, "output_length": 3, "hash_ids": [7]},
+    )
+    first, second = made("timed_trace", trace, recorded=RecordedOptions(chunk=4, seconds=0.001))
+    assert (first.input_len, second.input_len, first.output_len, second.output_len) == (10, 7, 2, 3)
+    assert first.ids[:4] == second.ids[:4]
+    assert first.ids[4:7] != second.ids[4:7]
+    assert (first.arrival, second.arrival) == (0.0, 2.5)
+    with pytest.raises(click.UsageError, match="line 1.*--timed-trace-label-timestamp"):
+        made("timed_trace", questions)
+    (tmp_path / "a.png").write_bytes(b"image")
+    (tmp_path / "a.wav").write_bytes(b"sound")
+    text = {"type": "text", "text": "and"}
+    content = [
+        {"type": "image", "image": "a.png"},
+        text,
+        {"type": "image_url", "image_url": "a.png"},
+    ]
+    (mixed,) = made("custom_image", lines("mixed.jsonl", {"content": content}))
+    assert [part["type"] for part in mixed.content] == ["image_url", "text", "image_url"]
+    assert mixed.content[0] == mixed.content[2]
+    (heard,) = made("custom_audio", lines("heard.jsonl", {"prompt": "p", "audio": "a.wav"}))
+    assert base64.b64decode(heard.media[0]["audio_url"]["url"].partition(",")[2]) == b"sound"
+    with pytest.raises(click.UsageError, match="neither text nor a file"):
+        made("custom_image", lines("bad.jsonl", {"content": [{"type": "table"}]}))
+    ranked = made("random-rerank", "", count=5, batch=2, input_len=20)
+    assert [len(sample.documents) for sample in ranked] == [2, 2, 2]
+    assert len({sample.text for sample in ranked}) == 1
+
+
+def test_rows_of_the_hub(scripted: tuple[Scripted, str]) -> None:
+    rows = hub_rows("a/b", RecordedOptions(), 120, base=scripted[1])
+    assert [prompt_of(row) for row in (rows[0], rows[-1])] == ["main/test 0", "main/test 119"]
+    rows = hub_rows("a/b", RecordedOptions(hub_subset="other"), 200, base=scripted[1])
+    assert (len(rows), rows[0]["question"]) == (150, "other/train 0")
+    with pytest.raises(click.UsageError, match="main/train, main/test, other/train"):
+        hub_rows("a/b", RecordedOptions(hub_split="dev"), 1, base=scripted[1])
+    with pytest.raises(click.UsageError, match="use --dataset-name custom"):
+        hub_rows("a/b", RecordedOptions(), 1, base=f"{scripted[1]}/none")
+
+
+def test_other_apis(scripted: tuple[Scripted, str], checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(b"sound")
+    line = json.dumps({"prompt": "p", "audio": "a.wav"})
+    (tmp_path / "sounds.jsonl").write_text(line)
+    common = [
+        "--base-url", scripted[1], "--tokenizer", str(checkpoint), "--num-prompts", "2",
+        "--disable-tqdm",
+    ]  # fmt: skip
+    sounds = ["--dataset-name", "custom_audio", "--dataset-path", str(tmp_path / "sounds.jsonl")]
+    ranks = ["--dataset-name", "random-rerank", "--random-batch-size", "2", "--input-len", "12"]
+    for backend, flags in (("openai-audio", sounds), ("vllm-rerank", ranks)):
+        result = CliRunner().invoke(command, ["serve", "--backend", backend, *flags, *common])
+        assert result.exit_code == 0, result.output
+    first, last = scripted[0].bodies[0], scripted[0].bodies[-1]
+    assert (first["model"], first["file"], first["prompt"]) == ("scripted", b"sound", "p")
+    assert (last["model"], len(last["documents"])) == ("scripted", 2)
+    for flags, words in (
+        (["--backend", "openai-audio"], "one sound per prompt"),
+        (["--backend", "openai", *ranks], "go together"),
+    ):
+        result = CliRunner().invoke(command, ["serve", *flags, *common])
+        assert words in result.output
+
+
+def test_a_sweep_goes_on_where_it_ended(
+    scripted: tuple[Scripted, str], checkpoint: Path, tmp_path: Path
+) -> None:
+    def measure(*flags: str) -> list[float]:
+        arguments = [
+            "sweep", "--base-url", scripted[1], "--tokenizer", str(checkpoint), "--num-prompts",
+            "1", "--random-input-len", "5", "--random-output-len", "2", "--disable-tqdm",
+            "--output-dir", str(tmp_path / "out"), *flags,
+        ]  # fmt: skip
+        before = len(scripted[0].bodies)
+        result = CliRunner().invoke(command, arguments)
+        assert result.exit_code == 0, result.output
+        runs.append((len(scripted[0].bodies) - before) // 2)
+        lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+        return [json.loads(line)["max_concurrency"] for line in lines]
+
+    runs: list[int] = []
+    assert measure("--concurrencies", "1,2") == [1, 2]
+    assert measure("--concurrencies", "1,2,3", "--resume") == [1, 2, 3]
+    assert measure("--concurrencies", "3") == [3]
+    assert runs == [2, 1, 1]
+
+
+def test_pareto() -> None:
+    results = [
+        {"max_concurrency": users, "output_throughput": output}
+        for users, output in ((1, 50.0), (4, 120.0), (8, 110.0), (16, 400.0))
+    ]
+    points = [pareto_point(result, 2) for result in results]
+    assert points[0] == (50.0, 25.0)
+    assert pareto_point({**results[0], "devices": "5"}, 2) == (50.0, 10.0)
+    assert frontier(points) == [(25.0, 200.0), (30.0, 60.0), (50.0, 25.0)]
+    with pytest.raises(click.UsageError, match="--max-concurrency"):
+        pareto_point({"max_concurrency": None, "output_throughput": 5.0}, 1)
+
+
+@pytest.mark.exhaustive
+def test_starts_of_an_engine(checkpoint: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "starts.json"
+    arguments = [
+        "startup", "--model", str(checkpoint), "--num-iters-cold", "1", "--num-iters-warmup", "0",
+        "--num-iters-warm", "2", "--output-json", str(saved), "--max-model-len", "64",
+    ]  # fmt: skip
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    times = json.loads(saved.read_text())
+    assert (len(times["cold_startup_times"]), len(times["warm_startup_times"])) == (1, 2)
+    assert all(
+        0 < engine < whole
+        for whole, engine in zip(
+            times["warm_startup_times"], times["warm_engine_times"], strict=True
+        )
+    )
+    result = CliRunner().invoke(command, ["startup", "--model", str(checkpoint), "--dtype", "int3"])
+    assert result.exit_code != 0
+
+
+@pytest.mark.exhaustive
+def test_stages_of_media(tmp_path: Path) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    model, saved = make_tiny(tmp_path / "model", "Qwen2VLForConditionalGeneration"), tmp_path / "s"
+    sizes = {"shortest_edge": 256, "longest_edge": 1600}
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=2, size=sizes
+    )
+    processor.save_pretrained(model)
+    (model / "processor_config.json").write_text('{"processor_class": "Qwen2VLProcessor"}')
+    arguments = [
+        "mm-processor", "--model", str(model), "--num-prompts", "2", "--output-json", str(saved),
+        "--random-mm-bucket-config", "{(56, 56, 1): 1}", "--max-model-len", "256", "--disable-tqdm",
+    ]  # fmt: skip
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    times = json.loads(saved.read_text())
+    parts = times["mean_decode_secs"], times["mean_process_secs"]
+    assert all(0 < part < times["mean_total_secs"] for part in parts)
+
+
 @pytest.mark.parametrize(
     ("flags", "name", "values"),
     [
@@ -407,7 +603,6 @@ def test_a_sweep_measures_each_load(
             ["serve", "--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0"],
             "no server",
         ),
-        (["serve", "--dataset-name", "hf"], "not supported yet"),
         (["serve", "--request-rate", "0"], "--request-rate"),
         (["serve", "--random-mm-bucket-config", "{(8, 8, 16): 1}"], "not supported yet: videos"),
         (["serve", "--random-mm-bucket-config", "8x8"], "--random-mm-bucket-config 8x8: write"),
@@ -492,6 +687,9 @@ def test_plots_or_says_what_is_missing(tmp_path: Path) -> None:
         assert "pip install 'modulm-command-bench[plot]'" in result.output
         return
     assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    result = CliRunner().invoke(command, ["plot", "--pareto", *files, "-o", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
     (tmp_path / "4.json").write_text(json.dumps({"label": "a", "output_throughput": 5.0}))
     result = CliRunner().invoke(command, ["plot", *files, "-o", str(picture)])

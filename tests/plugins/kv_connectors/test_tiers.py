@@ -131,6 +131,14 @@ def test_answers_are_the_same(
     counts = {s.name: s.value for family in metrics.collect() for s in family.samples}
     assert counts["modulm:external_prefix_cache_hits_total"] == 4 * STORED
     assert counts["modulm:external_prefix_cache_queries_total"] >= 4 * STORED
+    by_source = {
+        (s.name.removeprefix("modulm:"), s.labels["source"]): s.value
+        for family in metrics.collect() for s in family.samples if s.labels.get("source")
+    }  # fmt: skip
+    prompts = sum(len(prompt["prompt_token_ids"]) for prompt in PROMPTS)
+    assert by_source["prompt_tokens_by_source_total", "external_kv_transfer"] == 4 * STORED
+    assert by_source["prompt_tokens_cached_by_source_total", tier] == 4 * STORED
+    assert by_source["prompt_tokens_by_source_total", "local_compute"] == prompts - 4 * STORED
     assert counts["modulm:kv_offload_load_blocks_total"] > 0
     assert counts["modulm:kv_offload_load_time_total"] > 0
     assert counts["modulm:kv_offload_load_failures_total"] == 0

@@ -6,11 +6,13 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -27,6 +29,7 @@ from modulm.testing.fakes import FakeExecutor, Group
 from modulm.testing.workloads import random_workload, run_workload
 from modulm_kv_events import Settings
 from modulm_kv_events.events import as_array, as_map
+from modulm_kv_events.lives import BlockLivesPlanner
 from modulm_kv_events.part import KVEventsPart
 from modulm_kv_events.planner import EventsPlanner
 from modulm_kv_events.publisher import Publisher
@@ -134,6 +137,61 @@ def test_events_follow_the_cache(groups: tuple[Group, ...]) -> None:
         assert (mirror.blocks, mirror.cleared) == ({}, 1)
         executor.stop()
     assert stored > 100
+
+
+class LivesPart(StepPart):
+    """Measures every block, in ticks of a clock that each look moves on."""
+
+    name = "block_lives"
+    api = 1
+
+    def planner(self, context: PlannerContext) -> BlockLivesPlanner:
+        return BlockLivesPlanner(context, 1.0, clock=map(float, count()).__next__)
+
+
+def test_lives_of_blocks_are_measured() -> None:
+    for seed in (1, 3, 7):
+        arrivals, scripts = random_workload(random.Random(seed))
+        executor = FakeExecutor((Group(4, 24),), scripts=scripts, max_model_len=70)
+        capacity, mirror, recorder = executor.start(EngineConfig()), Mirror(), Recorder()
+        limits, parts = Limits(rows=4, tokens=40, chunked=True), (ListPart(mirror), LivesPart())
+        scheduler = BudgetScheduler(limits, capacity, ByArrival(), parts)
+        run_workload(EngineLoop(scheduler, executor, recorder, lambda hook, **_: None, 2), arrivals)
+        counts = [step.counts for step in recorder.steps if step.counts]
+        lives, idle = (
+            [seconds for each in counts for seconds in each[f"kv_block_{name}_seconds"]]
+            for name in ("lifetime", "idle_before_evict")
+        )
+        assert 0 < len(lives) == len(idle) == mirror.stored - len(mirror.blocks)
+        assert all(0 < unused <= life for unused, life in zip(idle, lives, strict=True))
+        executor.stop()
+
+
+def test_uses_of_a_block_end_its_idle_time() -> None:
+    watched: list[Any] = []
+    group = SimpleNamespace(block_size=4, watch=watched.append)
+    cache = SimpleNamespace(sizes=(4,), groups=(group,))
+    rows = SimpleNamespace(computed=np.array([8]))
+    context: Any = SimpleNamespace(
+        prefixes=SimpleNamespace(enabled=True), rows=rows, cache=cache,
+        capacity=SimpleNamespace(groups=(group,)),
+    )  # fmt: skip
+    planner = BlockLivesPlanner(context, 0.5, clock=map(float, count()).__next__)
+    low, high = bytes(28) + b"\x7f\0\0\0", bytes(28) + b"\x80\0\0\0"
+    for name in (low, high):  # the second one is not among the half that is measured
+        watched[0](name, True)  # at 0
+    waiting: Any = SimpleNamespace(chains=[SimpleNamespace(names=[low, high, b"not cached"])])
+    for _ in range(6):
+        planner.admit(waiting, 0)  # at 1 to 6
+    for name in (low, high):
+        watched[0](name, False)  # at 7
+    assert planner.events({}) == {
+        "counts": {
+            "kv_block_lifetime_seconds": [7.0], "kv_block_idle_before_evict_seconds": [1.0],
+            "kv_block_reuse_gap_seconds": [1.0, 1.0, 1.0],
+        },
+    }  # fmt: skip
+    assert planner.events({}) == {}
 
 
 def test_messages_and_replay(tmp_path: Path) -> None:

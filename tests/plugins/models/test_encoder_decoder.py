@@ -13,9 +13,9 @@ from samples import parametrize_sample, sample
 import modulm
 from modulm import BeamSearchParams, SamplingParams
 from modulm.config.sources import keywords
-from modulm.contracts.outputs import Statistics
 from modulm.errors import ModulmError, RequestError
 from modulm.testing.checkpoints import make_tiny
+from modulm_frontend.statistics import Statistics
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import serve_in_thread
 

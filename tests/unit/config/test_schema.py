@@ -27,7 +27,7 @@ from modulm_fleet.flags import FleetConfig
 from modulm_gpu.flags import CompilationConfig
 from modulm_hooks_otlp.flags import TracesConfig
 from modulm_isolation.flags import IsolationConfig
-from modulm_kv_events.flags import KVEventsConfig
+from modulm_kv_events.flags import KVCacheMetricsConfig, KVEventsConfig
 from modulm_kv_transfer.flags import ECTransferConfig, KVTransferConfig
 from modulm_mapped_weights.flags import MappedWeightsFlags
 from modulm_media.flags import MediaConfig
@@ -166,7 +166,7 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
         "modulm-media": MediaConfig,
         "modulm-hooks-otlp": TracesConfig,
         "modulm-isolation": IsolationConfig,
-        "modulm-kv-events": KVEventsConfig,
+        "modulm-kv-events": (KVCacheMetricsConfig, KVEventsConfig),
         "modulm-kv-transfer": (ECTransferConfig, KVTransferConfig),
         "modulm-route-adapters": ServedAdaptersConfig,
         "modulm-route-anthropic": AnthropicConfig,
@@ -338,7 +338,7 @@ def test_drivers_may_be_named_as_in_vllm() -> None:
     plugins = manager.current()
     for kind, theirs, ours in (
         ("attention", "FLASH_ATTN", "flash_attn"), ("grammars", "guidance", "llguidance"),
-        ("loaders", "hf", "safetensors"),
+        ("loaders", "hf", "safetensors"), ("loaders", "runai_streamer_sharded", "sharded_state"),
     ):  # fmt: skip
         assert plugins.find(kind, theirs) == plugins.find(kind, ours)
 

@@ -1,4 +1,4 @@
-"""The flag of KV events, by vLLM's name."""
+"""The flags of KV events and of metrics of blocks, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from modulm.contracts.flags import FlagGroup, flag, flag_group, read_mapping
 from modulm.errors import ConfigError
 from modulm.structure import Problem, structure_table
 
-__all__ = ["KVEventsConfig", "Settings"]
+__all__ = ["KVCacheMetricsConfig", "KVEventsConfig", "Settings"]
 
 #: Addresses that sockets are bound to; a TCP port is moved by the replica's number.
 _ENDPOINT = re.compile(r"tcp://(?P<host>[^/]+):(?P<port>[0-9]{1,5})|(?:ipc|inproc)://.+")
@@ -90,4 +90,23 @@ class KVEventsConfig(FlagGroup):
         "enable_kv_cache_events, publisher (zmq or null), endpoint, replay_endpoint, buffer_steps, "
         "hwm, max_queue_size, topic; event_format (map, or array for old routers).",
         parse=_events,
+    )
+
+
+@flag_group
+class KVCacheMetricsConfig(FlagGroup):
+    """Metrics of how long blocks stay in the prefix cache."""
+
+    title = "KVCacheMetricsConfig"
+
+    kv_cache_metrics: bool = flag(
+        False,
+        "Measure how long blocks stay in the prefix cache, stay unused before they are evicted, "
+        "and how often they are used: the histograms kv_block_*_seconds of /metrics.",
+    )
+    kv_cache_metrics_sample: float = flag(
+        0.01,
+        "Fraction of the blocks that --kv-cache-metrics measures, more than 0.",
+        least=0,
+        most=1,
     )

@@ -31,6 +31,8 @@ log = logging.getLogger("modulm.engine")
 
 #: The null block, which pads block tables.
 _NULL = 0
+#: vLLM's stages of requests that wait for a load.
+_STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 #: Larger than any row's number of full blocks.
 _NEVER = 1 << 60
 
@@ -101,8 +103,14 @@ class TransferPlanner(PartPlanner):
         self._count = 0
         #: Metric -> what to add with the next committed step.
         self._counts: defaultdict[str, float] = defaultdict(float)
+        #: Request -> tokens that were loaded for it, for the next committed step.
+        self._arrivals: dict[str, int] = {}
+        #: Stage of loads -> waiting requests, as last reported.
+        self._stages = dict.fromkeys(_STAGES, 0)
         self._begun: dict[int, float] = {}
         self._undecided = False
+        #: Requests whose blocks may come, but cannot be loaded yet.
+        self._waiting: set[str] = set()
 
     @property
     def busy(self) -> bool:
@@ -118,7 +126,9 @@ class TransferPlanner(PartPlanner):
         stored = self.index.match(request.id, names, cached // size)
         if stored is None:
             self._undecided = True
+            self._waiting.add(request.id)
             return None
+        self._waiting.discard(request.id)
         if request.id not in self._stored:
             self._counts["external_prefix_cache_queries"] += waiting.tokens - cached
         self._stored[request.id] = stored
@@ -294,10 +304,16 @@ class TransferPlanner(PartPlanner):
             self.index.remove(result.removed)
 
     def events(self, names: Mapping[int, str]) -> Mapping[str, Any]:
+        stages = (len(self._waiting), len(self._loads), len(self._loaded))
+        for stage, now in zip(_STAGES, stages, strict=True):
+            if now != self._stages[stage]:
+                self._counts[f"num_requests_kv_fetch_by_stage/{stage}"] += now - self._stages[stage]
+                self._stages[stage] = now
         if not self._counts:
             return {}
         counts, self._counts = self._counts, defaultdict(float)
-        return {"counts": dict(counts)}
+        loaded, self._arrivals = self._arrivals, {}
+        return {"counts": dict(counts), "loaded": loaded}
 
     def fail(self, plan: Plan) -> None:
         """Mark the transfers of a failed step as failed."""
@@ -354,7 +370,10 @@ class TransferPlanner(PartPlanner):
             return
         self._note_end("load", load.transfer, worked=worked)
         if worked:
-            self._counts["external_prefix_cache_hits"] += load.tokens - load.cached
+            tokens = load.tokens - load.cached
+            self._counts["external_prefix_cache_hits"] += tokens
+            self._counts[f"prompt_tokens_cached_by_source/{self.index.medium}"] += tokens
+            self._arrivals[load.transfer.request] = tokens
         if self._table.epoch[load.row] == load.epoch:
             self._arrived(load, worked=worked)
         self._free(load.transfer)
@@ -392,4 +411,5 @@ class TransferPlanner(PartPlanner):
 
     def finished(self, request: str) -> None:
         self._stored.pop(request, None)
+        self._waiting.discard(request)
         self.index.finish(request)

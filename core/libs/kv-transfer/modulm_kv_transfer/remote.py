@@ -57,6 +57,8 @@ class LayeredPlan(TransferPlan):
 class RemoteIndex(KVIndex):
     """The scheduler's half of a connector between engines."""
 
+    medium = "p2p"
+
     @abstractmethod
     def check(self, request: Request) -> None:
         """Raise RequestError if the request's `kv_transfer_params` cannot be served."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from modulm.nn.weight_slots import Unit
     from modulm_weight_transfer.contract import TensorSource
 
-__all__ = ["Arrived", "BlankModel", "blank_draft", "blank_model"]
+__all__ = ["Arrived", "BlankModel", "blank_draft", "blank_model", "blank_parts"]
 
 
 class Arrived(WeightLoader):
@@ -326,6 +326,12 @@ def blank_model(worker: Worker) -> BlankModel:
     """Build a worker's model without weights. Raises EngineError while its weights are released."""
     if worker.loaded is None:
         raise EngineError("the worker has released its weights: wake it up first")
+    checkpoint, built = blank_parts(worker)
+    return BlankModel(worker.loaded, checkpoint, built, worker.platform.device)
+
+
+def blank_parts(worker: Worker) -> tuple[Checkpoint, Any]:
+    """Return a worker's checkpoint, and its model without weights. Raises UnsupportedError."""
     if worker.mesh.spread is not None:
         raise UnsupportedError("weights of experts that move between ranks: not supported yet")
     checkpoint = open_checkpoint(worker.config, worker.plugins)
@@ -333,7 +339,7 @@ def blank_model(worker: Worker) -> BlankModel:
     built = build_model(
         worker.config, checkpoint, worker.platform, worker.plugins, worker.mesh, masks=masks
     )
-    return BlankModel(worker.loaded, checkpoint, built, worker.platform.device)
+    return checkpoint, built
 
 
 def blank_draft(worker: Worker, draft: DraftModel) -> BlankModel:

@@ -174,6 +174,15 @@ class EngineWeights:
         hold(self._core)
         self._set(asleep=0)
 
+    def release_caches(self) -> None:
+        """Release the KV cache of an engine that sleeps at level 0; its weights stay.
+
+        Raises RequestError, or UnsupportedError without --enable-sleep-mode.
+        """
+        if self.state.asleep != 0:
+            raise RequestError("the engine is not paused: put it to sleep at level 0 first")
+        self._core.sleep(1)
+
     def restore(self) -> None:
         """Bring the weights back while the engine sleeps, so that they can be updated; its caches
         stay released. Weights that were discarded are the checkpoint's.
@@ -265,7 +274,7 @@ class EngineWeights:
 #: Operations that front ends may request, by method name.
 OPERATIONS = (
     "info", "init", "shutdown", "start", "update", "verify", "finish", "cancel", "set_version",
-    "pause", "resume", "doze", "restore",
+    "pause", "resume", "doze", "restore", "release_caches",
 )  # fmt: skip
 #: What can wake up on its own, by vLLM's names.
 TAGS = ("weights", "kv_cache", "scheduling")

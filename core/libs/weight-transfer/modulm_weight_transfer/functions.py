@@ -1,4 +1,4 @@
-"""Functions that `EngineWeights` calls in each worker.
+"""Functions that `EngineWeights` and front ends call in each worker.
 
 RequestError and UnsupportedError are returned as values, because exceptions lose their type between
 processes.
@@ -17,12 +17,14 @@ __all__ = [
     "changed",
     "check",
     "complete",
+    "compute_checksums",
     "connect",
     "disconnect",
     "drop",
     "finish",
     "receive",
     "release",
+    "reset_weights",
     "restore",
     "start",
     "suspend",
@@ -159,3 +161,19 @@ def restore(worker: Any) -> None:
     from modulm_weight_transfer.suspension import restore_weights
 
     restore_weights(worker)
+
+
+@_answers
+def compute_checksums(worker: Any) -> dict[str, str]:
+    """See `weight_checksums`."""
+    from modulm_weight_transfer.checksums import weight_checksums
+
+    return weight_checksums(worker)
+
+
+@_answers
+def reset_weights(worker: Any) -> None:
+    """Set all weights of a worker to zero."""
+    from modulm_weight_transfer.checksums import zero_weights
+
+    zero_weights(worker)

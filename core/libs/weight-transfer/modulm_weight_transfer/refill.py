@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Module
 
 __all__ = [
-    "Baseline", "loaded_memory", "loaded_tensors", "modules_of", "numbers_of", "refill",
-    "set_value", "tensors_of",
+    "Baseline", "loaded_memory", "loaded_tensors", "modules_of", "named_tensors", "numbers_of",
+    "refill", "set_value", "tensors_of",
 ]  # fmt: skip
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
@@ -111,6 +111,16 @@ def loaded_tensors(module: Module, *omitted: type) -> Iterator[Tensor]:
     for values in _tables(module).values():
         for value in values.values():
             yield from _tensors(value, omitted, _DEEP)
+
+
+def named_tensors(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's tensors, and those of its values other than modules, by attribute; further
+    ones of one attribute are numbered.
+    """
+    for values in _tables(module).values():
+        for name, value in values.items():
+            for number, tensor in enumerate(_tensors(value, (), _DEEP)):
+                yield f"{name}.{number}" if number else name, tensor
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

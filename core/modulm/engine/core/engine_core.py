@@ -90,7 +90,9 @@ class EngineCore:
             raise ConfigError("distributed_executor_backend", f"{name} is for LLM, not servers")
         capacity = self.executor.start(self.config)
         policy: Policy = plugins.load("schedulers", self.config.scheduler.scheduling_policy)()
-        made = _scheduler_class(self.config)
+        made: Any = BudgetScheduler
+        if (path := self.config.scheduler.scheduler_cls) is not None:
+            made = class_at(path, Scheduler, "scheduler_cls")
         limits = _limits(self.config, use, capacity, self.executor.describe().tasks)
         self._parts = open_parts(self.config, plugins)
         scheduler: Scheduler = made(limits, capacity, policy, self._parts)
@@ -168,11 +170,6 @@ def _check_length(length: int | None, capacity: Capacity, most: int) -> None:
         f"{' and '.join(lacks) or 'memory'} are missing. Set --max-model-len {most} or auto, or "
         "raise --gpu-memory-utilization, --kv-cache-memory-bytes or --num-gpu-blocks-override",
     )
-
-
-def _scheduler_class(config: EngineConfig) -> type[Any]:
-    path = config.scheduler.scheduler_cls
-    return BudgetScheduler if path is None else class_at(path, Scheduler, "scheduler_cls")
 
 
 def _limits(config: EngineConfig, use: Use, capacity: Capacity, tasks: Sequence[str]) -> Limits:

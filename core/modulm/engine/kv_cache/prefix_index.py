@@ -38,8 +38,7 @@ def _xxhash() -> Callable[[bytes], bytes]:
         module: Any = import_module("xxhash")
     except ImportError as error:
         raise ConfigError(
-            "prefix_caching_hash_algo",
-            "xxhash is not installed, sha256 is" + to_install("xxhash"),
+            "prefix_caching_hash_algo", "xxhash is not installed, sha256 is" + to_install("xxhash")
         ) from error
     return lambda data: bytes(module.xxh3_128_digest(data))
 

@@ -82,7 +82,7 @@ class BudgetScheduler(Scheduler):
         self._released: list[int] = []
         #: Rows waiting for a load; workers learn of them with the first step that runs them.
         self._unannounced: set[int] = set()
-        self._arrivals = self._steps = self._preempted = 0
+        self._arrivals = self._steps = self._preempted = self._deferred = 0
         #: Whether the next waiting request found too few blocks.
         self._blocked = False
         # Counts releases. While it is unchanged, every planned row is still the same sequence.
@@ -300,12 +300,14 @@ class BudgetScheduler(Scheduler):
         admission = Admission(self.limits, left, unfinished, self.cache.unit, self._patient())
         joined: list[tuple[Entry, Hit, int]] = []
         skipped: list[Entry] = []
+        self._deferred = 0
         while admission.left > 0 and self.table.free and len(skipped) < self.limits.rows + _LOOK:
             entry = self.queue.peek()
             if entry is None:
                 break
             prefix = self._find_prefix(entry, skipped)
             if prefix is None:
+                self._deferred += 1
                 skipped.append(self.queue.pop())
                 continue
             hit, reach = prefix
@@ -478,7 +480,7 @@ class BudgetScheduler(Scheduler):
             rows = {row: table.names[row] for row in runs.rows.tolist()}
             extras = logprobs_by_request(result, flight, rows, names)
             for events in self._hooks.events:
-                extras.update(events(rows))
+                extras |= {key: extras.get(key, {}) | value for key, value in events(rows).items()}
         finished = [
             self._end(int(runs.owners[i]), ids[i], bool(stopped[i]))
             for i in ended.nonzero()[0].tolist()
@@ -554,6 +556,7 @@ class BudgetScheduler(Scheduler):
             step=self._steps,
             running=len(self._running),
             waiting=len(self.queue),
+            deferred=min(self._deferred, len(self.queue)),
             usage=self.cache.usage,
             computed=len(flight.plan.tokens),
             generated=generated,

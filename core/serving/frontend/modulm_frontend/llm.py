@@ -17,7 +17,6 @@ from modulm.contracts.outputs import (
     EmbeddingOutput,
     PoolingRequestOutput,
     RequestOutput,
-    Statistics,
 )
 from modulm.contracts.pooler import PoolingJob, paired
 from modulm.contracts.requests import Finish, PromptLike, StepEvents
@@ -44,6 +43,7 @@ from modulm_frontend.interrupts import Interrupts
 from modulm_frontend.lora import LoRARequest, OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_frontend.profile import StepProfile
+from modulm_frontend.statistics import Statistics
 from modulm_frontend.thoughts import ThoughtReader
 from modulm_frontend.weight_updates import WeightUpdates
 from modulm_frontend.worker_calls import check_call, run_on_model

@@ -24,7 +24,6 @@ from modulm.contracts.outputs import (
     Position,
     RequestMetrics,
     RequestOutput,
-    Statistics,
 )
 from modulm.contracts.request_listener import RequestListener
 from modulm.contracts.requests import Finish, StepEvents
@@ -33,6 +32,7 @@ from modulm.errors import RequestError
 from modulm_frontend.draft_metrics import DraftMetrics
 from modulm_frontend.origin import request_origin
 from modulm_frontend.repetition import repetition_of
+from modulm_frontend.statistics import Statistics
 from modulm_frontend.stops import StopScanner
 from modulm_tokenizers.detokenizer import Detokenizer
 
@@ -63,6 +63,8 @@ class Choice:
         self.stop: int | str | None = None
         self.drafted: DraftMetrics | None = None
         self._arrays: list[Mapping[str, np.ndarray]] = []
+        #: (version of the weights, number of tokens before it).
+        self._versions: list[tuple[int, int]] = []
         self._pieces: list[str] = []
         self._params = params
         self._tokenizer = tokenizer
@@ -127,7 +129,8 @@ class Choice:
         return CompletionOutput(
             self.index, self.text, self.tokens[:], self.cumulative,
             None if self.logprobs is None else self.logprobs[:], self.reason, self.stop,
-            spec_decode_metrics=self.drafted, arrays=_joined(self._arrays),
+            spec_decode_metrics=self.drafted, weight_versions=self._version_ranges(),
+            arrays=_joined(self._arrays),
         )  # fmt: skip
 
     def delta(self) -> CompletionOutput | None:
@@ -140,8 +143,24 @@ class Choice:
         return CompletionOutput(
             self.index, "".join(self._pieces[pieces:]), self.tokens[tokens:], self.cumulative,
             None if self.logprobs is None else self.logprobs[tokens:], self.reason, self.stop,
-            spec_decode_metrics=self.drafted, arrays=arrays,
+            spec_decode_metrics=self.drafted, weight_versions=self._version_ranges(),
+            arrays=arrays,
         )  # fmt: skip
+
+    def note_weights(self, version: int) -> None:
+        """Record the version of the weights that generate the tokens from now on."""
+        if self._versions and self._versions[-1][1] == len(self.tokens):
+            self._versions.pop()
+        if not self._versions or self._versions[-1][0] != version:
+            self._versions.append((version, len(self.tokens)))
+
+    def _version_ranges(self) -> list[tuple[int, int, int]]:
+        """`CompletionOutput.weight_versions`."""
+        if self.reason is None or not self.tokens:
+            return []
+        ends = [*(first for _, first in self._versions[1:]), len(self.tokens)]
+        ranges = zip(self._versions, ends, strict=True) if self._versions else ()
+        return [(version, first, end) for (version, first), end in ranges if first < end]
 
     def _emit(self, text: str) -> None:
         if not text:
@@ -194,7 +213,7 @@ class RequestState:
     of; statistics then do not count it. origin: see `modulm_frontend.origin`. adapter: the LoRA
     adapter's name. drafts: maximum number of draft tokens per step. fresh: tokens since the last
     `take`. streamed: whether anything was taken; end_taken: whether the end was. error: why the
-    request could not run; `take` raises it.
+    request could not run; `take` raises it. interval: `SamplingParams.stream_interval`, or 1.
     """
 
     id: str
@@ -219,7 +238,10 @@ class RequestState:
     transfer_params: Mapping[str, Any] | None = None
     retained: Sequence[Sequence[float]] = ()
     preemptions: int = 0
+    loaded: int = 0
     error: Exception | None = None
+    interval: int = field(init=False, default=1)
+    _weight_version: int | None = field(init=False, default=None)
     _prompt_logprobs: list[Position | None] | None = None
     _pooled: np.ndarray | None = None
     _prompt_list: list[int] | None = None
@@ -231,6 +253,7 @@ class RequestState:
         params = self.params
         if isinstance(params, PoolingParams):
             return
+        self.interval = params.stream_interval or 1
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None] * len(self.prompt_ids)
         context = self.prompt_ids[-_CONTEXT:].tolist()
@@ -240,10 +263,18 @@ class RequestState:
         if self.drafts:
             for choice in self.choices:
                 choice.drafted = DraftMetrics(self.drafts)
+        if self._weight_version is not None:
+            self.note_weights(self._weight_version)
+
+    def note_weights(self, version: int) -> None:
+        """Record the version of the weights that generate the request's tokens from now on."""
+        self._weight_version = version
+        for choice in self.choices:
+            choice.note_weights(version)
 
     def restart(self) -> None:
         """Discard all results, since another engine runs the request from the start."""
-        self.cached, self.fresh, self.preemptions = None, 0, 0
+        self.cached, self.fresh, self.preemptions, self.loaded = None, 0, 0, 0
         self.__attrs_post_init__()
 
     @property
@@ -276,6 +307,7 @@ class RequestState:
             origin=self.origin,
             cached=self.cached,
             preemptions=self.preemptions,
+            loaded=min(self.loaded, self.cached or 0),
         )
 
     def started(self, cached: int, time: float) -> None:
@@ -464,6 +496,9 @@ class OutputProcessor:
         for identity, params in events.transfer_params.items():
             if identity in self._sequences:
                 self._sequences[identity][0].transfer_params = params
+        for identity, loaded in events.loaded.items():
+            if identity in self._sequences:
+                self._sequences[identity][0].loaded = loaded
         for identity, retained in events.retained.items():
             if identity in self._sequences:
                 self._sequences[identity][0].retained = retained

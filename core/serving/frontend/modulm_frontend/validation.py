@@ -494,6 +494,7 @@ _FIELDS: dict[str, _Rule] = {
     "include_stop_str_in_output": _boolean,
     "truncate_prompt_tokens": lambda value: None,
     "output_kind": _kind,
+    "stream_interval": _whole(1, optional=True),
     "logit_bias": _bias,
     "allowed_token_ids": _some_ids,
     "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_LENGTH),

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from modulm.errors import RequestError
+from modulm_weight_transfer import functions
 from modulm_weight_transfer.engine import EngineWeights
 
-__all__ = ["WeightUpdates", "table_of"]
+__all__ = ["WeightUpdates", "joined_checksums", "table_of"]
+
+
+def joined_checksums(answers: Sequence[list[Any]]) -> dict[str, str]:
+    """Join the answers of `compute_checksums`. Raises UnsupportedError."""
+    return {
+        name: digest for answer in answers for name, digest in functions.value_of(answer).items()
+    }
 
 
 def table_of(request: Any, key: str) -> Mapping[str, Any]:
@@ -33,6 +41,16 @@ class WeightUpdates(ABC):
     """
 
     _weights: EngineWeights
+
+    @abstractmethod
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function in every worker; see `LLM.collective_rpc`."""
 
     @abstractmethod
     def _check_open(self) -> None:
@@ -84,3 +102,14 @@ class WeightUpdates(ABC):
     def update_weight_version(self, weight_version: int) -> None:
         """Set the weight version, for example to the trainer's step."""
         self._update("set_version", weight_version=weight_version)
+
+    def compute_weight_checksums(self) -> dict[str, str]:
+        """Compute the SHA-256 of each weight of each worker, as the worker holds it."""
+        return joined_checksums(self.collective_rpc(functions.compute_checksums))
+
+    def release_kv_cache_memory(self) -> None:
+        """Free the memory of the KV cache of an engine that sleeps at level 0, until `wake_up`.
+
+        Raises RequestError while requests run, UnsupportedError without enable_sleep_mode.
+        """
+        self._update("release_caches")

@@ -40,9 +40,6 @@ GENERATION = Absent(
     refused={
         **_COMMON,
         "routed_experts_prompt_start": "responses do not have routed experts",
-        "stream_interval": "--stream-interval is for all requests",
-        "return_weight_versions": "/weight_info shows the version of the weights",
-        "return_token_offsets": "/tokenize returns tokens with their text",
         "return_prompt_text": "/v1/chat/completions/render shows the prompt",
     },
     no_effect=_SESSION,
@@ -61,7 +58,7 @@ RESPONSES = Absent(
 )
 MESSAGES = Absent(refused=_COMMON)
 POOLING = Absent(no_effect={"padding": "texts of a batch keep their own length"})
-LORA = Absent(refused={"is_3d_lora_weight": "save the adapter of each expert by itself"})
+LORA = Absent(no_effect={"is_3d_lora_weight": "the format of experts is found in the files"})
 
 _NONE = Absent()
 

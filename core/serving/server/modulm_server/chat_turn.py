@@ -73,6 +73,7 @@ class Delta:
     finish_reason: str | None
     stop_reason: int | str | None
     generated: int
+    weight_versions: Sequence[tuple[int, int, int]] = ()
 
 
 @frozen(kw_only=True)
@@ -86,6 +87,7 @@ class Message:
     logprobs: Sequence[Position] | None
     finish_reason: str
     stop_reason: int | str | None
+    weight_versions: Sequence[tuple[int, int, int]] = ()
 
 
 @frozen(kw_only=True)
@@ -233,6 +235,7 @@ class RunningTurn:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             generated=self.generated[index],
+            weight_versions=choice.weight_versions,
         )
 
     def _note_calls(self, index: int, events: Sequence[Event], *, ended: bool) -> None:
@@ -306,6 +309,7 @@ def _message(deltas: Sequence[Delta]) -> Message:
         logprobs=[position for some in logprobs for position in some] if logprobs else None,
         finish_reason=last.finish_reason or "stop",
         stop_reason=last.stop_reason,
+        weight_versions=last.weight_versions,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import attrs
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.prompts import Prompt
 
-__all__ = ["Rendered", "rendered"]
+__all__ = ["Rendered", "rendered", "token_offsets"]
 
 
 class Rendered(TypedDict):
-    """A request in the engine's form."""
+    """A request in the engine's form. token_offsets: if they were requested."""
 
     request_id: str
     model: str
@@ -28,6 +28,23 @@ class Rendered(TypedDict):
     stream: bool
     cache_salt: str | None
     priority: int
+    token_offsets: NotRequired[list[list[int]] | None]
+
+
+def token_offsets(prompt: Prompt, tokenizer: Tokenizer) -> list[list[int]] | None:
+    """Return where each token is in the prompt's text: its first character and its end; 0 and 0 for
+    tokens that the tokenizer adds.
+
+    None for prompts that are not the tokens of a whole text, and for tokenizers in Python.
+    """
+    if prompt.text is None or prompt.embeds or prompt.media or tokenizer.core is None:
+        return None
+    ids = list(prompt.ids)
+    for special in (False, True):
+        encoding = tokenizer.core.encode(prompt.text, add_special_tokens=special)
+        if encoding.ids == ids:
+            return [list(offsets) for offsets in encoding.offsets]
+    return None
 
 
 def rendered(

@@ -149,10 +149,13 @@ class SamplingFields(SamplerFields, kw_only=True):
     response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
     include_metrics: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_offsets: bool | None = None
+    return_weight_versions: bool | None = None
     priority: Priority | None = None
     request_id: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
     cache_salt: Salt | None = None
@@ -329,6 +332,7 @@ _PLAIN = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "speculative",
+    "stream_interval",
     "temperature",
     "thinking_token_budget",
     "top_k",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from modulm_adapter_lora.files import (
     stamp_of,
 )
 from modulm_adapter_lora.layers import LoraExperts, LoraLayer, Step
+from modulm_adapter_lora.norms import LoraNorm, adapted_norm
 from modulm_adapter_lora.options import LoraOptions
 from modulm_adapter_lora.prepared import Prepared, Preparer
 from modulm_adapters.lora_ops import LoraTable
@@ -70,6 +71,7 @@ class LoraBank(AdapterBank):
         self._stacks: dict[str, LinearSpec] = {}
         self._elsewhere: list[LinearSpec] = []
         self._experts: list[LoraExperts] = []
+        self._norms: dict[str, LoraNorm] = {}
         self._preparer: Preparer | None = None
         self._guard = threading.RLock()
         #: Least recently used first.
@@ -118,6 +120,13 @@ class LoraBank(AdapterBank):
         self._experts.append(LoraExperts(gate_up, down, self._step))
         return self._experts[-1]
 
+    def norm(self, name: str, norm: Any) -> Any:
+        made = adapted_norm(name, norm, self._step)
+        if made is None:
+            return norm
+        self._norms[name] = made
+        return made
+
     def elsewhere(self, spec: LinearSpec) -> None:
         self._elsewhere.append(spec)
 
@@ -138,10 +147,12 @@ class LoraBank(AdapterBank):
             product=lambda layer, x: self._layers[layer].product(x),
             refused=self._refused,
             elsewhere=self._elsewhere,
+            norms={name: norm.size for name, norm in self._norms.items()},
         )
 
     def _refused(self, layer: str) -> str:
-        return self._layers[layer].refused if layer in self._layers else ""
+        found = self._norms.get(layer) or self._layers.get(layer)
+        return "" if found is None else found.refused
 
     # Adapters.
 
@@ -266,6 +277,8 @@ class LoraBank(AdapterBank):
         touched = set(prepared.layers) | (set(before[1].layers) if before else set())
         for layer in touched & set(self._layers):
             self._layers[layer].put(slot, prepared.layers.get(layer), self.platform.device)
+        for name in touched & set(self._norms):
+            self._norms[name].put(slot, prepared.layers.get(name), self.platform.device)
         for experts in self._experts:
             experts.put(slot, prepared.layers)
         self._slots[slot] = name, prepared

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,12 +27,8 @@ __all__ = ["LayerChange", "Prepared", "Preparer"]
 
 log = logging.getLogger("modulm.adapters")
 
-#: Why an adapter cannot bring a norm of its own.
-_ONE_FOR_ALL = (
-    "a norm in modules_to_save: kernels read one weight for all requests of a step, so requests "
-    "cannot have norms of their own. Merge the adapter into the model (PEFT's merge_and_unload) "
-    "and serve that"
-)
+#: What to do with a norm that cannot be a request's own.
+_MERGE = "merge the adapter into the model (PEFT's merge_and_unload) and serve that"
 #: Name of the LM head in running models, whatever the checkpoint calls it.
 _HEAD = "lm_head"
 
@@ -42,7 +39,8 @@ class LayerChange:
 
     A layer y = base + b becomes base * scale + bias + added, all fp32 [outputs]; bias is b unless
     `rebiased`. weights: (first output, weight [outputs, inputs]) that replace the base's; for an
-    embedding the whole table. experts: pieces and magnitudes by expert.
+    embedding the whole table. experts: pieces and magnitudes by expert. norm, norm_bias: of a norm,
+    [size], in place of the base's.
     """
 
     pieces: list[LoraPiece] = field(factory=list)
@@ -53,11 +51,13 @@ class LayerChange:
     weights: list[tuple[int, Tensor]] = field(factory=list)
     experts: dict[int, list[LoraPiece]] = field(factory=dict)
     magnitudes: dict[int, list[tuple[int, Tensor]]] = field(factory=dict)
+    norm: Tensor | None = None
+    norm_bias: Tensor | None = None
 
     @property
     def special(self) -> bool:
         """Whether there is more than low-rank pieces."""
-        extras = (self.scale, self.bias, self.added)
+        extras = (self.scale, self.bias, self.added, self.norm, self.norm_bias)
         return bool(self.weights or self.experts or any(x is not None for x in extras))
 
 
@@ -92,9 +92,12 @@ class Preparer:
         product: Product,
         refused: Callable[[str], str],
         elsewhere: Sequence[LinearSpec] = (),
+        norms: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        """norms: name of each norm -> its size."""
         self._options, self._specs, self._names = options, specs, names
         self._lengths, self._product, self._refused = lengths, product, refused
+        self._norms = norms
         self._targets = Targets(specs.values())
         self._elsewhere = Targets([spec for spec in elsewhere if spec.name not in specs])
 
@@ -167,9 +170,9 @@ class _One:
                 self._take_table(change, change.down, change.up)
             else:
                 self._take_pair(change, change.down, change.up, wrappers)
-        if change.weight is not None:
+        if change.weight is not None and not self._take_norm(change, "weight", change.weight):
             self._take_weight(change, change.weight)
-        if change.bias is not None:
+        if change.bias is not None and not self._take_norm(change, "bias", change.bias):
             self._take_bias(change, change.bias)
 
     def _check_rank(self, change: Change, down: Tensor, up: Tensor) -> None:
@@ -399,7 +402,8 @@ class _One:
 
     def _take_weight(self, change: Change, weight: Tensor) -> None:
         if weight.dim() == 1:
-            raise self._fail(change.name, _ONE_FOR_ALL)
+            message = f"the model has no norm {change.module} that an adapter can change: {_MERGE}"
+            raise self._fail(change.name, message)
         for name, piece in self._replacing(change, ".weight", weight):
             target = self.by.target(name, change.name, self.file)
             self._fits(change.name, tuple(piece.shape), self._shape(target))
@@ -414,6 +418,30 @@ class _One:
             for span in target.slices:
                 rows = replacement[span.source : span.source + span.size, target.columns]
                 layer.weights.append((span.start, rows))
+
+    def _take_norm(self, change: Change, what: str, tensor: Tensor) -> bool:
+        """Convert the weight or bias of a norm; False for other layers."""
+        stored = f"{change.module}.{what}"
+        try:
+            renamed = [(n.removesuffix(f".{what}"), t) for n, t in self.by._names(stored, tensor)]
+        except (RuntimeError, ValueError, IndexError):
+            renamed = []
+        for name, piece in [*renamed, (change.module, tensor)]:
+            if name not in self.by._norms:
+                continue
+            if reason := self.by._refused(name):
+                raise self._fail(change.name, f"a norm in modules_to_save: {reason}: {_MERGE}")
+            if self.by._elsewhere:
+                reason = "norms of adapters with pipeline stages: not supported yet"
+                raise self._fail(change.name, f"{reason}; {_MERGE}")
+            self._fits(change.name, tuple(piece.shape), (self.by._norms[name],))
+            layer = self.layers.setdefault(name, LayerChange())
+            if what == "weight":
+                layer.norm = piece
+            else:
+                layer.norm_bias = piece
+            return True
+        return False
 
     def _shape(self, target: Target) -> tuple[int, int]:
         return target.outputs, target.inputs

@@ -59,6 +59,9 @@ class Targets:
             if target.experts:
                 self._below.setdefault(name.rpartition(".")[0], []).append(name)
 
+    def __bool__(self) -> bool:
+        return bool(self._targets)
+
     def get(self, name: str) -> Target | None:
         """Return the target of one of the model's names."""
         return self._targets.get(name)

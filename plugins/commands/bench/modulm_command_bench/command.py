@@ -9,17 +9,24 @@ import click
 from modulm.errors import ConfigError
 from modulm_cli import FlagCommand, print_notices
 from modulm_command_bench.dataset_options import dataset_options
+from modulm_command_bench.engine_commands import mm_processor, startup
+from modulm_command_bench.result_commands import compare, plot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from modulm.config.sources import Draft
 
-__all__ = ["command"]
+__all__ = ["command", "percentiles_of"]
 
-_DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "prefix_repetition", "custom", "hf")
-_SERVED = (*_DATASETS, "random-mm", "custom_mm")
-_BACKENDS = ("modulm", "vllm", "openai", "openai-chat", "openai-embeddings")
+_DATASETS = (
+    "random", "sharegpt", "sonnet", "burstgpt", "prefix_repetition", "custom", "hf", "spec_bench",
+    "speed_bench", "timed_trace",
+)  # fmt: skip
+_SERVED = (*_DATASETS, "random-mm", "random-rerank", "custom_mm", "custom_image", "custom_audio")
+_BACKENDS = (
+    "modulm", "vllm", "openai", "openai-chat", "openai-embeddings", "openai-audio", "vllm-rerank",
+)  # fmt: skip
 _METRICS = "ttft,tpot,itl"
 
 
@@ -44,7 +51,13 @@ class _ListCommand(click.Command):
 
 @click.group("bench")
 def command() -> None:
-    """Measure latency, throughput and serving; compare and plot results."""
+    """Measure latency, throughput, starts and serving; compare and plot results."""
+
+
+command.add_command(startup)
+command.add_command(mm_processor)
+command.add_command(compare)
+command.add_command(plot)
 
 
 @command.command("latency", cls=FlagCommand)
@@ -141,8 +154,8 @@ def latency(draft: Draft, **options: Any) -> None:
     show_default=True,
     help="Spread of random lengths, 0 to 1.",
 )
-@click.option("--hf-subset", help="Not supported yet: subset of a Hub dataset.")
-@click.option("--hf-split", help="Not supported yet: split of a Hub dataset.")
+@click.option("--hf-subset", help="Subset of a dataset of the Hub. Default: its first.")
+@click.option("--hf-split", help="Split of a dataset of the Hub. Default: test, or its first.")
 @click.option("--prefix-repetition-prefix-len", type=int, help="Tokens of each prefix.")
 @click.option("--prefix-repetition-suffix-len", type=int, help="Tokens after a prefix.")
 @click.option("--prefix-repetition-num-prefixes", type=int, help="Number of prefixes.")
@@ -152,7 +165,6 @@ def throughput(draft: Draft, **options: Any) -> None:
     from modulm_command_bench.figures import save
     from modulm_command_bench.offline import throughput as measure
 
-    _refuse_later(options)
     print_notices(draft.notices)
     if options["dataset"]:
         click.echo("note: --dataset is deprecated: use --dataset-path", err=True)
@@ -184,16 +196,6 @@ def _own(backends: tuple[str, ...], asynchronous: bool) -> list[str]:
     return list(dict.fromkeys("hf" if name == "hf" else here for name in backends))
 
 
-def _refuse_later(options: dict[str, Any]) -> None:
-    for name in ("hf_subset", "hf_split"):
-        if options.get(name) is not None:
-            raise click.UsageError(f"--{name.replace('_', '-')}: not supported yet")
-    if options["dataset_name"] == "hf":
-        raise click.UsageError(
-            "--dataset-name hf: not supported yet; write the prompts to a JSONL file and use custom"
-        )
-
-
 def _recipe(options: dict[str, Any], seed: int) -> Any:
     """The prompt recipe of a command's options."""
     from modulm_command_bench.media_samples import random_media
@@ -219,7 +221,31 @@ def _recipe(options: dict[str, Any], seed: int) -> Any:
         oversample=not options.get("no_oversample", False),
         seed=seed,
         media=random_media(options),
+        recorded=_recorded(options),
+        batch=options.get("random_batch_size") or 1,
     )
+
+
+def _recorded(options: dict[str, Any]) -> Any:
+    """The options of datasets in published formats; those that a command lacks by default."""
+    from modulm_command_bench.recorded import RecordedOptions
+
+    def labelled(key: str, default: str) -> str:
+        return options.get(f"timed_trace_label_{key}") or default
+
+    categories = {"spec_bench": "spec_bench_category", "speed_bench": "speed_bench_category"}
+    return RecordedOptions(
+        category=options.get(categories.get(options["dataset_name"], "")),
+        subset=options.get("speed_bench_dataset_subset") or "qualitative",
+        chunk=options.get("timed_trace_chunk_hash_size") or 16,
+        seconds=options.get("timed_trace_sec_multiplier") or 1.0,
+        labels=(
+            labelled("timestamp", "timestamp"), labelled("input_length", "input_length"),
+            labelled("output_length", "output_length"), labelled("hash_ids", "hash_ids"),
+        ),
+        hub_subset=options.get("hf_subset"),
+        hub_split=options.get("hf_split"),
+    )  # fmt: skip
 
 
 @command.command("serve", cls=_ListCommand)
@@ -342,7 +368,9 @@ def _recipe(options: dict[str, Any], seed: int) -> Any:
 @click.option("--ramp-up-start-rps", type=float, help="Request rate at the start of the ramp.")
 @click.option("--ramp-up-end-rps", type=float, help="Request rate at the end of the ramp.")
 @click.option(
-    "--replay-times", is_flag=True, help="Send the requests of burstgpt at their recorded times."
+    "--replay-times",
+    is_flag=True,
+    help="Send the requests of burstgpt at their recorded times, as those of timed_trace are.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Ignore end-of-sequence tokens.")
 @click.option("--temperature", type=float, help="Sampling temperature. Default: 0.")
@@ -392,7 +420,6 @@ def serve(**options: Any) -> None:
     """Benchmark a running OpenAI-compatible server."""
     from modulm_command_bench.serve import bench, save_result
 
-    _refuse_later(options)
     result = bench(
         _settings(options), _recipe(_lengths(options), options["seed"]), _schedule(options)
     )
@@ -405,9 +432,16 @@ def serve(**options: Any) -> None:
         )
 
 
+#: Datasets that share the options of another one.
+_FAMILIES = {
+    "random-mm": "random", "random-rerank": "random", "custom_mm": "custom",
+    "custom_image": "custom", "custom_audio": "custom",
+}  # fmt: skip
+
+
 def _lengths(options: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of the chosen dataset under common names; common flags take precedence."""
-    name = options["dataset_name"].removesuffix("-mm").removesuffix("_mm")
+    name = _FAMILIES.get(options["dataset_name"], options["dataset_name"])
     chosen = {
         part: options.get(f"{name}_{part}") for part in ("input_len", "output_len", "prefix_len")
     }
@@ -440,7 +474,7 @@ def _settings(options: dict[str, Any]) -> Any:
         ignore_eos=options["ignore_eos"],
         max_concurrency=options["max_concurrency"],
         metrics=_metrics(options["percentile_metrics"]),
-        percentiles=_percentiles(options["metric_percentiles"]),
+        percentiles=percentiles_of(options["metric_percentiles"]),
         goodput=options["goodput"],
         warmups=options["num_warmups"],
         ready_timeout=options["ready_check_timeout_sec"],
@@ -461,7 +495,8 @@ def _metrics(text: str) -> list[str]:
     return names
 
 
-def _percentiles(text: str) -> list[float]:
+def percentiles_of(text: str) -> list[float]:
+    """Read --metric-percentiles. Raises click.UsageError."""
     try:
         values = [float(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
@@ -487,7 +522,7 @@ def _schedule(options: dict[str, Any]) -> Any:
         ramp=ramp,
         start_rate=start or 1.0,
         end_rate=end or 1.0,
-        recorded=options["replay_times"],
+        recorded=options["replay_times"] or options["dataset_name"] == "timed_trace",
         seed=options["seed"],
     )
 
@@ -508,8 +543,13 @@ _SWEPT = frozenset(
     show_default=True,
     help="Folder for the table and the plot.",
 )
+@click.option("--resume", is_flag=True, help="Keep the results in the folder; run only the others.")
 def sweep(
-    concurrencies: str | None, request_rates: str | None, output_dir: str, **options: Any
+    concurrencies: str | None,
+    request_rates: str | None,
+    output_dir: str,
+    resume: bool,
+    **options: Any,
 ) -> None:
     """Run `bench serve` at several loads, and plot the results."""
     from pathlib import Path
@@ -518,39 +558,12 @@ def sweep(
     from modulm_command_bench.sweep import loads
     from modulm_command_bench.sweep import sweep as measure_all
 
-    _refuse_later(options)
-
     def measure(run: Mapping[str, Any]) -> dict[str, Any]:
         flags = {"max_concurrency": None, "request_rate": float("inf"), **options, **run}
         return bench(_settings(flags), _recipe(_lengths(flags), flags["seed"]), _schedule(flags))
 
-    measure_all(loads(concurrencies, request_rates), measure, Path(output_dir))
+    measure_all(loads(concurrencies, request_rates), measure, Path(output_dir), resume=resume)
 
 
 _sweep = command.command("sweep", cls=_ListCommand)(sweep)
 _sweep.params += [option for option in serve.params if option.name not in _SWEPT]
-
-
-@command.command("compare")
-@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False))
-def compare(files: tuple[str, ...]) -> None:
-    """Compare saved results, relative to the first."""
-    from modulm_command_bench.figures import compare as side_by_side
-    from modulm_command_bench.plots import read_results
-
-    results = read_results(files)
-    if len(results) < 2:
-        raise click.UsageError("at least two results are required")
-    click.echo(side_by_side(results))
-
-
-@command.command("plot")
-@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("-o", "--output", default="bench.png", show_default=True, help="PNG to write.")
-def plot(files: tuple[str, ...], output: str) -> None:
-    """Plot throughput and latency of saved results over concurrency or rate."""
-    from modulm_command_bench.plots import plot as draw
-    from modulm_command_bench.plots import read_results
-
-    draw(read_results(files), output)
-    click.echo(f"written: {output}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +27,8 @@ BACKENDS = {
     "openai": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
     "openai-embeddings": "/v1/embeddings",
+    "openai-audio": "/v1/audio/transcriptions",
+    "vllm-rerank": "/v1/rerank",
 }
 
 
@@ -49,11 +52,14 @@ class Target:
         body: dict[str, Any] = {"model": sample.model or self.model}
         if self.path.endswith("/embeddings"):
             return {**body, "input": sample.text or list(sample.ids), **self.extra}
+        if self.path.endswith("/rerank"):
+            return {**body, "query": sample.text, "documents": sample.documents, **self.extra}
         body |= {"max_tokens": sample.output_len, "stream": True, "temperature": 0.0}
         body["stream_options"] = {"include_usage": True}
         if self.path.endswith("/chat/completions"):
             text = [{"type": "text", "text": sample.text}]
-            content = [*text, *sample.media] if sample.media else sample.text
+            content: Any = [*text, *sample.media] if sample.media else sample.text
+            content = list(sample.content) or content
             body["messages"] = [{"role": "user", "content": content}]
         else:
             body["prompt"] = sample.text or list(sample.ids)
@@ -133,15 +139,27 @@ async def run(
         return list(done), perf_counter() - start
 
 
+def _form(target: Target, sample: Sample) -> dict[str, Any]:
+    """Build the form of a transcription: the sample's sound as a file, and the model."""
+    (url,) = [part["audio_url"]["url"] for part in sample.media if "audio_url" in part]
+    head, _, data = url.partition(",")
+    kind = head.removeprefix("data:").partition(";")[0]
+    fields = {"model": sample.model or target.model, "prompt": sample.text or "", **target.extra}
+    return {"data": fields, "files": {"file": ("sound", base64.b64decode(data), kind)}}
+
+
 async def _send(client: httpx.AsyncClient, target: Target, sample: Sample) -> Timed:
     """Send one request. A failure is part of the result."""
     start = perf_counter()
     try:
-        async with client.stream("POST", target.path, json=target.body(sample)) as answer:
+        content: dict[str, Any] = {"json": target.body(sample)}
+        if target.path.endswith("/transcriptions"):
+            content = _form(target, sample)
+        async with client.stream("POST", target.path, **content) as answer:
             if answer.is_error:
                 text = (await answer.aread()).decode("utf-8", errors="replace")
                 return Timed(sample.input_len, error=f"{answer.status_code}: {text[:200]}")
-            if target.path.endswith("/embeddings"):
+            if target.path.endswith(("/embeddings", "/rerank", "/transcriptions")):
                 await answer.aread()
                 seconds = perf_counter() - start
                 return Timed(sample.input_len, ttft=seconds, latency=seconds)

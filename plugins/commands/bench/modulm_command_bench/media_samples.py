@@ -19,16 +19,20 @@ __all__ = [
     "BUCKETS",
     "FILE_KEYS",
     "RandomMedia",
+    "content_parts",
     "file_parts",
     "parse_buckets",
     "random_media",
     "random_parts",
+    "row_parts",
 ]
 
 #: (height, width, frames) of random items -> how likely they are.
 BUCKETS: Mapping[tuple[int, int, int], float] = {(256, 256, 1): 0.5, (720, 1280, 1): 0.5}
 #: Key of a line of the file -> kind of its items.
-FILE_KEYS = {"image_files": "image", "audio_files": "audio", "video_files": "video"}
+FILE_KEYS = {
+    "image_files": "image", "audio_files": "audio", "video_files": "video", "audio": "audio",
+}  # fmt: skip
 
 
 @frozen(kw_only=True)
@@ -120,10 +124,43 @@ def file_parts(row: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], ..
     parts: list[dict[str, Any]] = []
     for key, kind in FILE_KEYS.items():
         names = row.get(key) or ()
+        names = [names] if key == kind and isinstance(names, str) else names
         if isinstance(names, str) or not isinstance(names, Sequence):
             raise click.UsageError(f"{key}: must be a list of paths or URLs")
         parts += [_of_file(kind, str(name), folder) for name in names]
     return tuple(parts)
+
+
+def content_parts(content: Any, folder: Path) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """Read the parts of a message: its text, and the parts with their files as data.
+
+    Besides OpenAI's parts there are {"type": "image", "image": PATH}. Raises click.UsageError.
+    """
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise click.UsageError("content: must be a list of parts")
+    texts, parts = [], []
+    for part in content:
+        kind = str(part.get("type", "")).removesuffix("_url")
+        source = part.get(f"{kind}_url", part.get(kind))
+        source = source.get("url") if isinstance(source, Mapping) else source
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+            parts.append({"type": "text", "text": part["text"]})
+        elif kind in FILE_KEYS.values() and isinstance(source, str):
+            parts.append(_of_file(kind, source, folder))
+        else:
+            raise click.UsageError(f"content: {part!r:.80} is neither text nor a file")
+    return "".join(texts), tuple(parts)
+
+
+def row_parts(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Content parts of a row of a dataset of the Hub: columns with images, which are URLs."""
+    values = [row.get("image"), *(row.get("images") or ())]
+    return tuple(
+        _part("image", value["src"])
+        for value in values
+        if isinstance(value, Mapping) and isinstance(value.get("src"), str)
+    )
 
 
 def _of_file(kind: str, name: str, folder: Path) -> dict[str, Any]:

@@ -133,6 +133,11 @@ def throughput(
     that all prompts use.
     """
     samples = make_samples(recipe, _tokenizer(config))
+    if any(sample.media for sample in samples):
+        raise click.UsageError(
+            f"dataset {recipe.path} has images: measure them with `modulm bench serve` and "
+            "--backend openai-chat"
+        )
     results = {
         name: _run(name, config, samples, n, hf_batch, detokenize, adapter) for name in backends
     }

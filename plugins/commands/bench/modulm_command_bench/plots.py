@@ -13,7 +13,7 @@ import click
 
 from modulm.plugins.index import to_install
 
-__all__ = ["plot", "read_results"]
+__all__ = ["frontier", "pareto_point", "plot", "plot_pareto", "read_results"]
 
 #: Colours that are distinct in print and for colour-blind readers (Okabe and Ito, 2008).
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -74,6 +74,62 @@ def plot(results: Sequence[Mapping[str, Any]], path: str) -> None:
     if len(labels) > 1 or labels != [""]:
         panels[0].legend(frameon=False)
     picture.savefig(path, dpi=150)
+
+
+def plot_pareto(results: Sequence[Mapping[str, Any]], path: str, devices: int) -> None:
+    """Write a PNG: output tokens per second of a device over those of a user, by label, with a line
+    through the results that no other one beats in both.
+
+    devices: of the server, unless a result's metadata has them. Raises click.ClickException without
+    matplotlib, click.UsageError for results without a number of users.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise click.ClickException(
+            "plots need matplotlib" + to_install("modulm-command-bench[plot]")
+        ) from error
+    picture = Figure(figsize=(6.4, 4.6), layout="constrained")
+    panel = picture.subplots()
+    for index, label in enumerate(dict.fromkeys(str(r.get("label", "")) for r in results)):
+        series = [result for result in results if str(result.get("label", "")) == label]
+        points = [pareto_point(result, devices) for result in series]
+        colour = _COLOURS[index % len(_COLOURS)]
+        panel.plot(*zip(*points, strict=True), "o", ms=4, color=colour, alpha=0.5)
+        best = frontier(points)
+        panel.plot(*zip(*best, strict=True), "o-", ms=5, color=colour, label=label)
+    panel.set_xlabel("output tokens per second and user")
+    panel.set_ylabel("output tokens per second and device")
+    panel.set_ylim(bottom=0)
+    panel.grid(alpha=0.25, lw=0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+    if any(result.get("label") for result in results):
+        panel.legend(frameon=False)
+    picture.savefig(path, dpi=150)
+
+
+def pareto_point(result: Mapping[str, Any], devices: int) -> tuple[float, float]:
+    """Return the output tokens per second of one user and of one device."""
+    users = result.get("max_concurrency") or result.get("max_concurrent_requests")
+    if not isinstance(users, int | float) or users <= 0:
+        raise click.UsageError(
+            "--pareto needs results of --max-concurrency, which says how many users there are"
+        )
+    output = float(result["output_throughput"])
+    try:
+        count = float(result.get("devices", devices))
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(f"devices: {result['devices']!r} is not a number") from error
+    return output / users, output / max(count, 1.0)
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other one beats in both dimensions, in order of the first."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(set(points), key=lambda point: (-point[0], -point[1])):
+        if not best or point[1] > best[-1][1]:
+            best.append(point)
+    return best[::-1]
 
 
 def _times(

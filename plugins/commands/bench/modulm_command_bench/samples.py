@@ -12,7 +12,23 @@ import click
 import numpy as np
 from attrs import evolve, field, frozen
 
-from modulm_command_bench.media_samples import RandomMedia, file_parts, random_parts
+from modulm_command_bench.media_samples import (
+    RandomMedia,
+    content_parts,
+    file_parts,
+    random_parts,
+    row_parts,
+)
+from modulm_command_bench.recorded import (
+    RecordedOptions,
+    chosen,
+    hub_rows,
+    prompt_of,
+    read_lines,
+    speed_bench,
+    trace,
+    trace_ids,
+)
 from modulm_command_bench.verses import VERSES
 
 __all__ = ["Recipe", "Sample", "make_samples"]
@@ -26,7 +42,8 @@ class Sample:
     """A request: prompt token ids, the text if known, and the number of tokens to generate.
 
     `arrival`: seconds after the first request in recorded traffic. `model`: the one that it names,
-    if requests name several. `media`: content parts of a chat message, behind the text.
+    if requests name several. `media`: content parts of a chat message, behind the text; `content`:
+    all of its parts, in their order. `documents`: texts to rank by the text.
     """
 
     ids: tuple[int, ...]
@@ -35,6 +52,8 @@ class Sample:
     arrival: float | None = None
     model: str | None = None
     media: tuple[Any, ...] = ()
+    content: tuple[Any, ...] = ()
+    documents: tuple[str, ...] = ()
 
     @property
     def input_len(self) -> int:
@@ -44,7 +63,10 @@ class Sample:
 
 @frozen(kw_only=True)
 class Recipe:
-    """The options of a benchmark's prompts. None means the dataset's default."""
+    """The options of a benchmark's prompts. None means the dataset's default.
+
+    batch: documents per request of random-rerank.
+    """
 
     name: str = "random"
     path: str | None = None
@@ -58,6 +80,8 @@ class Recipe:
     oversample: bool = True
     seed: int = 0
     media: RandomMedia = field(factory=RandomMedia)
+    recorded: RecordedOptions = field(factory=RecordedOptions)
+    batch: int = 1
 
 
 def make_samples(recipe: Recipe, tokenizer: Any) -> list[Sample]:
@@ -208,25 +232,93 @@ def _custom(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sa
 
 
 def _custom_media(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
-    """JSONL as of `custom`, with `image_files`, `audio_files` and `video_files` per line."""
-    rows, folder = list(_json_lines(_needed(recipe))), Path(_needed(recipe)).parent
+    """JSONL as of `custom`, with `image_files`, `audio_files` and `video_files`, or `audio`, per
+    line; or with `content`, the parts of a message.
+    """
+    path = _needed(recipe)
+    rows, folder = [row for _, row in read_lines(path)], Path(path).parent
     samples: list[Sample] = []
     for row in _order(rows, recipe, rng)[: recipe.count]:
         output = recipe.output_len or row.get("output_tokens", row.get("output_len")) or 256
+        if "content" in row:
+            text, content = content_parts(row["content"], folder)
+            samples.append(evolve(_of_text(text, int(output), tokenizer), content=content))
+            continue
+        if not isinstance(row.get("prompt"), str):
+            raise click.UsageError(
+                f"{path}: a line has neither `prompt` nor `content`: {row!r:.80}"
+            )
         sample = _of_text(row["prompt"], int(output), tokenizer)
         samples.append(evolve(sample, media=file_parts(row, folder)))
     return samples
 
 
+def _rerank(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """A random query, and in each request `batch` random documents of the other half."""
+    token_ids, half = _plain_ids(tokenizer), max(1, (recipe.input_len or 1024) // 2)
+    query = tokenizer.decode(rng.choice(token_ids, half).tolist())
+    samples: list[Sample] = []
+    for _ in range(-(-recipe.count // recipe.batch)):
+        sizes = _lengths(half, evolve(recipe, count=recipe.batch), rng)
+        documents = [tokenizer.decode(rng.choice(token_ids, size).tolist()) for size in sizes]
+        texts = [query, *documents]
+        ids = tuple(id_ for text in texts for id_ in tokenizer.encode(text))
+        samples.append(Sample(ids, 1, query, documents=tuple(documents)))
+    return samples
+
+
+def _spec_bench(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """The first turns of SpecBench's question.jsonl."""
+    path = _needed(recipe)
+    rows = chosen([row for _, row in read_lines(path)], recipe.recorded.category)
+    texts = [prompt_of(row) for row in rows]
+    if not all(isinstance(row.get("turns"), list) for row in rows):
+        raise click.UsageError(f"{path}: each line of SpecBench has a list `turns`")
+    return _of_texts([text for text in texts if text is not None], recipe, tokenizer, rng)
+
+
+def _speed_bench(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """The first messages of a subset of SPEED-Bench; --dataset-path: its prepared folder."""
+    return _of_texts(speed_bench(_needed(recipe), recipe.recorded), recipe, tokenizer, rng)
+
+
+def _hub(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """Rows of a dataset of the Hub, with their images; --dataset-path: its id."""
+    name = _needed(recipe)
+    samples: list[Sample] = []
+    for row in hub_rows(name, recipe.recorded, recipe.count):
+        text = prompt_of(row)
+        if text is not None:
+            sample = _of_text(text, recipe.output_len or 128, tokenizer)
+            samples.append(evolve(sample, media=row_parts(row)))
+    return _shuffled(samples, recipe, rng)
+
+
+def _timed_trace(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """Lengths, times and common beginnings of recorded traffic, with random ids."""
+    options, token_ids = recipe.recorded, _plain_ids(tokenizer)
+    requests = trace(_needed(recipe), options)[: recipe.count]
+    made: dict[int, list[int]] = {}
+    return [
+        Sample(
+            trace_ids(request, options.chunk, token_ids, recipe.seed, made),
+            recipe.output_len or request.output_len,
+            arrival=request.at - requests[0].at,
+        )
+        for request in requests
+    ]
+
+
+def _of_texts(
+    texts: Sequence[str], recipe: Recipe, tokenizer: Any, rng: np.random.Generator
+) -> list[Sample]:
+    some = _order(texts, recipe, rng)[: recipe.count]
+    return [_of_text(text, recipe.output_len or 256, tokenizer) for text in some]
+
+
 def _json_lines(path: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(_read(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise click.UsageError(f"{path} line {number} is not valid JSON: {error}") from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+    for number, row in read_lines(path):
+        if not isinstance(row.get("prompt"), str):
             raise click.UsageError(f"{path} line {number} has no `prompt` of text")
         yield row
 
@@ -267,4 +359,11 @@ _MAKERS = {
     "prefix_repetition": _prefix_repetition,
     "custom": _custom,
     "custom_mm": _custom_media,
+    "custom_image": _custom_media,
+    "custom_audio": _custom_media,
+    "random-rerank": _rerank,
+    "spec_bench": _spec_bench,
+    "speed_bench": _speed_bench,
+    "timed_trace": _timed_trace,
+    "hf": _hub,
 }

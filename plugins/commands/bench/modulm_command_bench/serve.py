@@ -62,8 +62,9 @@ def bench(settings: Settings, recipe: Recipe, schedule: Schedule) -> dict[str, A
     samples = make_samples(recipe, _tokenizer(settings, target.model))
     if target.path.endswith("/chat/completions"):
         samples = _with_text(samples, _tokenizer(settings, target.model))
-    elif any(sample.media for sample in samples):
+    elif any(s.media or s.content for s in samples) and not target.path.endswith("/transcriptions"):
         raise click.UsageError(f"--dataset-name {recipe.name} needs --backend openai-chat")
+    _check_kind(recipe, target, samples)
     samples = _with_adapters(samples, settings.lora_modules, schedule.seed)
     times = arrivals(schedule, samples)
     done, seconds, drafts = asyncio.run(_measure(settings, target, samples, times))
@@ -203,6 +204,18 @@ def _with_adapters(samples: Sequence[Sample], names: Sequence[str], seed: int) -
         return list(samples)
     drawn = np.random.default_rng(seed % 2**64).integers(len(names), size=len(samples))
     return [evolve(s, model=names[n]) for s, n in zip(samples, drawn.tolist(), strict=True)]
+
+
+def _check_kind(recipe: Recipe, target: Target, samples: Sequence[Sample]) -> None:
+    """Raise click.UsageError if the API cannot take the samples."""
+    if any(sample.documents for sample in samples) != target.path.endswith("/rerank"):
+        raise click.UsageError("--dataset-name random-rerank and --backend vllm-rerank go together")
+    sounds = [sum("audio_url" in part for part in sample.media) for sample in samples]
+    if target.path.endswith("/transcriptions") and set(sounds) != {1}:
+        raise click.UsageError(
+            f"--backend openai-audio needs one sound per prompt: --dataset-name {recipe.name} has "
+            "other ones; use custom_audio"
+        )
 
 
 def _report_errors(done: Sequence[Timed]) -> None:

@@ -48,18 +48,27 @@ def sweep(
     runs: Iterable[Mapping[str, Any]],
     measure: Callable[[Mapping[str, Any]], dict[str, Any]],
     folder: Path,
+    *,
+    resume: bool = False,
 ) -> None:
     """Measure each run; writes results.jsonl to `folder`, and results.png if matplotlib is
-    installed.
+    installed. resume: keep the results in the folder, and measure only the runs that have none.
     """
-    from modulm_command_bench.plots import plot
+    from modulm_command_bench.plots import plot, read_results
 
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "results.jsonl"
-    file.unlink(missing_ok=True)
+    earlier = read_results([str(file)]) if resume and file.exists() else []
+    if not resume:
+        file.unlink(missing_ok=True)
     results = []
     for run in runs:
         (name, value), *_ = run.items()
+        done = [result for result in earlier if result.get(name) == value]
+        if done:
+            click.echo(f"{name.replace('_', ' ')}: {value:g} was measured before", err=True)
+            results.append(done[-1])
+            continue
         click.secho(f"{name.replace('_', ' ')}: {value:g}", bold=True, err=True)
         results.append(measure(run))
         save(str(file), results[-1], append=True)

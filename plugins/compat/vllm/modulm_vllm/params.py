@@ -152,6 +152,7 @@ class SamplingParams:
     repetition_detection: RepetitionDetectionParams | dict[str, int] | None = field(
         default=None, kw_only=True
     )
+    stream_interval: int | None = field(default=None, kw_only=True)
     guided_decoding: StructuredOutputsParams | None = field(default=None, kw_only=True)
     logits_processors: Sequence[Any] | None = field(default=None, kw_only=True)
     flat_logprobs: bool = field(default=False, kw_only=True)

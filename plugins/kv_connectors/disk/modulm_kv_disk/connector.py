@@ -51,6 +51,7 @@ class _Index(KVIndex):
     """Looks up files on every call, because other engines write and remove them too."""
 
     durable = True
+    medium = "disk"
 
     def __init__(self, folder: Path, model: str, ranks: int) -> None:
         self._folder, self._model, self._ranks = folder, model, ranks

@@ -37,6 +37,7 @@ class HostOptions:
 class _Index(KVIndex):
     """Names of the blocks that all ranks have stored."""
 
+    medium = "host"
     #: Maximum names counted for `store_threshold`.
     counted = 1 << 20
 

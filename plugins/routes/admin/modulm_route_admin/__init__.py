@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -32,6 +32,20 @@ class Sleeping(TypedDict):
     """Whether the engine sleeps."""
 
     is_sleeping: bool
+
+
+class Slept(TypedDict, total=False):
+    """What the engine does now: sleeping or awake. level: of sleep. tags: of the request."""
+
+    status: str
+    level: int
+    tags: list[str] | None
+
+
+class Released(TypedDict):
+    """That the memory of the KV cache is free."""
+
+    status: str
 
 
 class Results(TypedDict):
@@ -66,8 +80,8 @@ class Aborted(TypedDict):
 
 class Admin(RouteFamily):
     """With --server-dev-mode: `/reset_prefix_cache`, `/reset_mm_cache`, `/reset_encoder_cache`,
-    `/sleep`, `/wake_up`, `/is_sleeping`, `/collective_rpc`, `/abort_requests`. With it or with
-    --profiler-config: `/start_profile`, `/stop_profile`.
+    `/sleep`, `/release_kv_cache_memory`, `/wake_up`, `/is_sleeping`, `/collective_rpc`,
+    `/abort_requests`. With it or with --profiler-config: `/start_profile`, `/stop_profile`.
     """
 
     name = "admin"
@@ -106,6 +120,12 @@ class Admin(RouteFamily):
         ):
             router.add_api_route(path, cache, methods=["POST"], responses=response_docs(Success))
         router.add_api_route(
+            "/release_kv_cache_memory",
+            self.release_kv_cache_memory,
+            methods=["POST"],
+            responses=response_docs(Released),
+        )
+        router.add_api_route(
             "/is_sleeping", self.is_sleeping, methods=["GET"], responses=response_docs(Sleeping)
         )
         router.add_api_route(
@@ -122,8 +142,8 @@ class Admin(RouteFamily):
             responses=response_docs(Aborted),
             openapi_extra=request_docs(AbortRequest),
         )
-        for path, silent in (("/sleep", self.sleep), ("/wake_up", self.wake_up)):
-            router.add_api_route(path, silent, methods=["POST"], response_class=Response)
+        for path, answer in (("/sleep", self.sleep), ("/wake_up", self.wake_up)):
+            router.add_api_route(path, answer, methods=["POST"], responses=response_docs(Slept))
         return router
 
     async def start_profile(self) -> Response:
@@ -150,19 +170,38 @@ class Admin(RouteFamily):
         """Clear the outputs of encoders, and with them the prefix cache."""
         return await self.reset_prefix_cache()
 
-    async def sleep(self, level: int = 1) -> Response:
+    async def sleep(
+        self, level: int = 1, mode: Literal["abort", "wait", "keep"] | None = None
+    ) -> Response:
         """Free memory. Level 0 only pauses, 1 frees the KV cache and moves weights of devices to
         host memory, 2 discards both.
+
+        mode: running requests are ended, end by themselves, or are suspended (level 0). Without it
+        they are suspended at level 0, and the others are refused while requests run.
         """
+        engine = self.context.engine
         with self._operations.measure("sleep"):
-            await self.context.engine.sleep(level)
-        return Response(status_code=200)
+            if mode is not None:
+                await engine.pause_generation(mode=mode, clear_cache=False)
+            try:
+                await engine.sleep(level)
+            finally:
+                if mode is not None:
+                    await engine.resume_generation()
+        return json_response(Slept(status="sleeping", level=level))
+
+    async def release_kv_cache_memory(self) -> Response:
+        """Free the KV cache of an engine that sleeps at level 0; `/wake_up` allocates it again."""
+        with self._operations.measure("release_kv_cache_memory"):
+            await self.context.engine.release_kv_cache_memory()
+        return json_response(Released(status="kv_cache_released"))
 
     async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """Wake up: allocate the memory that /sleep freed. `tags=weights`: only the weights'."""
         with self._operations.measure("wake_up"):
             await self.context.engine.wake_up(tags)
-        return Response(status_code=200)
+            asleep = await self.context.engine.is_sleeping()
+        return json_response(Slept(status="sleeping" if asleep else "awake", tags=tags))
 
     async def is_sleeping(self) -> Response:
         """Whether the engine sleeps."""

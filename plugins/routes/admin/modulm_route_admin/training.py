@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 from fastapi import APIRouter
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from modulm.errors import EngineDead, EngineError, EngineStalled
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
-from modulm_server.json_body import body_of, json_response, read, request_docs
+from modulm_server.json_body import bad_field, body_of, json_response, read, request_docs
 from modulm_server.metrics import OperationMetrics
 from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
@@ -27,10 +27,13 @@ class Paused(TypedDict):
 
 
 class Message(TypedDict):
-    """What was done, and the number of the weights afterwards."""
+    """What was done, and the number of the weights afterwards; other fields are vLLM's."""
 
     message: str
     weight_version: int
+    status: NotRequired[str]
+    success: NotRequired[bool]
+    new_version: NotRequired[str]
 
 
 class WeightInfo(TypedDict):
@@ -58,6 +61,12 @@ class StartRequest(msgspec.Struct):
     partial: bool = False
 
 
+class FinishRequest(msgspec.Struct):
+    """weight_version: the version of the new weights; by default the last one's and one more."""
+
+    weight_version: str | int | None = None
+
+
 class UpdateRequest(msgspec.Struct):
     """update_info: what the backend needs to take tensors."""
 
@@ -65,15 +74,37 @@ class UpdateRequest(msgspec.Struct):
 
 
 class VersionRequest(msgspec.Struct):
-    """weight_version: the number of the weights from now on."""
+    """weight_version: the number of the weights from now on. new_version: the same, by vLLM's name,
+    in digits.
+    """
 
-    weight_version: int
+    weight_version: int | None = None
+    new_version: str | int | None = None
+
+
+class CheckRequest(msgspec.Struct):
+    """action: checksum answers with `checksums`, compare with `match` and `mismatches`, reset sets
+    all weights to zero. baseline: the checksums to compare with.
+    """
+
+    action: Literal["checksum", "reset", "compare"]
+    baseline: dict[str, str] | None = None
+
+
+class Checked(TypedDict, total=False):
+    """Checksums by weight, or whether they equal the baseline and which do not."""
+
+    checksums: dict[str, str]
+    match: bool
+    mismatches: list[str]
+    status: str
 
 
 class Training(RouteFamily):
     """With --server-dev-mode: `/pause`, `/resume`, `/is_paused`, `/init_weight_transfer_engine`,
     `/start_weight_update`, `/update_weights`, `/finish_weight_update`,
-    `/shutdown_weight_transfer_engine`, `/update_weight_version`, `/weight_info`, `/get_world_size`.
+    `/shutdown_weight_transfer_engine`, `/update_weight_version`, `/weight_info`, `/weight_checker`,
+    `/get_world_size`.
     """
 
     name = "training"
@@ -103,7 +134,7 @@ class Training(RouteFamily):
             ("/init_weight_transfer_engine", self.init_weight_transfer_engine, InitRequest),
             ("/start_weight_update", self.start_weight_update, StartRequest),
             ("/update_weights", self.update_weights, UpdateRequest),
-            ("/finish_weight_update", self.finish_weight_update, None),
+            ("/finish_weight_update", self.finish_weight_update, FinishRequest),
             ("/shutdown_weight_transfer_engine", self.shutdown_weight_transfer_engine, None),
             ("/update_weight_version", self.update_weight_version, VersionRequest),
         ):
@@ -115,21 +146,28 @@ class Training(RouteFamily):
                 responses=response_docs(Message),
                 openapi_extra=extra,
             )
+        router.add_api_route(
+            "/weight_checker",
+            self.weight_checker,
+            methods=["POST"],
+            responses=response_docs(Checked),
+            openapi_extra=request_docs(CheckRequest),
+        )
         return router
 
-    def _done(self, message: str) -> Response:
-        answer: Message = {"message": message, "weight_version": self.context.engine.weight_version}
-        return json_response(answer)
+    def _done(self, message: str, **more: Any) -> Response:
+        version = self.context.engine.weight_version
+        return json_response({"message": message, "weight_version": version, **more})
 
     async def pause(self, mode: str = "abort", clear_cache: bool = True) -> Response:
         """Pause generation: hold new requests; mode: abort, wait for, or keep running ones."""
         await self.context.engine.pause_generation(mode=mode, clear_cache=clear_cache)
-        return self._done("paused")
+        return self._done("paused", status="paused")
 
     async def resume(self) -> Response:
         """Resume generation after a pause."""
         await self.context.engine.resume_generation()
-        return self._done("resumed")
+        return self._done("resumed", status="resumed")
 
     async def is_paused(self) -> Response:
         """Whether generation is paused."""
@@ -141,10 +179,11 @@ class Training(RouteFamily):
         answer: WeightInfo = {"weight_version": await self.context.engine.get_weight_version()}
         return json_response(answer)
 
-    async def get_world_size(self) -> Response:
-        """The number of workers of the engine and its replicas."""
+    async def get_world_size(self, include_dp: bool = True) -> Response:
+        """The number of workers of the engine, and of its replicas if `include_dp`."""
         parallel = self.context.config.parallel
-        answer: WorldSize = {"world_size": parallel.ranks * parallel.data_parallel_size}
+        replicas = parallel.data_parallel_size if include_dp else 1
+        answer: WorldSize = {"world_size": parallel.ranks * replicas}
         return json_response(answer)
 
     async def init_weight_transfer_engine(self, request: Request) -> Response:
@@ -170,10 +209,16 @@ class Training(RouteFamily):
             await _whole(self.context.engine.update_weights(body.update_info))
         return self._done("taken")
 
-    async def finish_weight_update(self) -> Response:
+    async def finish_weight_update(self, request: Request) -> Response:
         """Switch to the new weights."""
+        given = (
+            (await read(request, FinishRequest)).weight_version if await body_of(request) else None
+        )
+        version = None if given is None else _version(given)
         with self._operations.measure("finish"):
             await _whole(self.context.engine.finish_weight_update())
+        if version is not None:
+            await self.context.engine.update_weight_version(version)
         return self._done("updated")
 
     async def shutdown_weight_transfer_engine(self) -> Response:
@@ -185,16 +230,44 @@ class Training(RouteFamily):
     async def update_weight_version(self, request: Request) -> Response:
         """Set the version of the weights."""
         body = await read(request, VersionRequest)
+        given = body.weight_version if body.new_version is None else body.new_version
+        version = _version(given)
         with self._operations.measure("set_version"):
-            await self.context.engine.update_weight_version(body.weight_version)
-        return self._done("updated")
+            await self.context.engine.update_weight_version(version)
+        return self._done("updated", success=True, new_version=str(version))
+
+    async def weight_checker(self, request: Request) -> Response:
+        """Compute checksums of the weights, compare them with a baseline, or reset the weights."""
+        body = await read(request, CheckRequest)
+        engine = self.context.engine
+        if body.action == "reset":
+            await _whole(engine.reset_weights())
+            return json_response(Checked(status="reset"))
+        if body.action == "compare" and body.baseline is None:
+            raise bad_field("baseline", "action compare needs a baseline: the answer of checksum")
+        sums = await _whole(engine.compute_weight_checksums())
+        if body.baseline is None or body.action == "checksum":
+            return json_response(Checked(checksums=sums))
+        names = sums.keys() | body.baseline.keys()
+        wrong = sorted(name for name in names if sums.get(name) != body.baseline.get(name))
+        return json_response(Checked(match=not wrong, mismatches=wrong))
 
 
-async def _whole(operation: Any) -> None:
+async def _whole(operation: Any) -> Any:
     """Await an operation; errors of workers are passed on with their full text."""
     try:
-        await operation
+        return await operation
     except (EngineDead, EngineStalled):
         raise
     except EngineError as error:
         raise ApiError(500, str(error), code="engine_error") from error
+
+
+def _version(value: str | int | None) -> int:
+    """Read a version of weights. Raises ApiError(400)."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if not isinstance(value, int):
+        message = "must be a number, because versions count the updates of the weights"
+        raise bad_field("weight_version", f"weight_version (or new_version) {message}")
+    return value

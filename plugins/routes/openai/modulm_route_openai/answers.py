@@ -27,12 +27,15 @@ if TYPE_CHECKING:
         Measured,
         Metrics,
         PromptLogprob,
+        ToolCallDelta,
         Usage,
+        WeightVersion,
     )
     from modulm_server.sampling import SamplingFields
 
 __all__ = [
     "StreamUsage",
+    "add_arguments",
     "answer_id",
     "chat_logprobs",
     "completion_logprobs",
@@ -42,6 +45,7 @@ __all__ = [
     "prompt_logprobs",
     "split_in_order",
     "usage",
+    "version_ranges",
 ]
 
 #: Hexadecimal digits of a lock's digest in `system_fingerprint`.
@@ -254,6 +258,19 @@ def prompt_logprobs(
         }
         for position in positions
     ]
+
+
+def version_ranges(ranges: Sequence[tuple[int, int, int]]) -> list[WeightVersion]:
+    """`weight_versions` of a choice in vLLM's form. ranges: `CompletionOutput.weight_versions`."""
+    return [{"version": str(version), "start": first, "end": end} for version, first, end in ranges]
+
+
+def add_arguments(calls: list[ToolCallDelta], index: int, text: str) -> None:
+    """Append a part of a call's arguments to the deltas of calls."""
+    if calls and calls[-1]["index"] == index:
+        calls[-1]["function"]["arguments"] += text
+    else:
+        calls.append({"index": index, "function": {"arguments": text}})
 
 
 def split_in_order(events: Sequence[Event]) -> list[Sequence[Event]]:

@@ -15,6 +15,7 @@ from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
 from modulm_parsing import new_call_id, thinking_variables
 from modulm_route_openai.answers import (
     StreamUsage,
+    add_arguments,
     answer_id,
     cached_tokens,
     chat_logprobs,
@@ -24,6 +25,7 @@ from modulm_route_openai.answers import (
     prompt_logprobs,
     split_in_order,
     usage,
+    version_ranges,
 )
 from modulm_route_openai.messages import check_messages, last_text
 from modulm_route_openai.schema import ChatRequest
@@ -396,6 +398,8 @@ class Chat:
         }
         if job.body.return_token_ids:
             choice["token_ids"] = list(message.token_ids)
+        if job.body.return_weight_versions:
+            choice["weight_versions"] = version_ranges(message.weight_versions)
         return choice
 
     def _logprobs(self, job: ChatJob, positions: Any, ids: Sequence[int]) -> ChatLogprobs | None:
@@ -503,6 +507,8 @@ class Chat:
         if new.finish_reason is not None:
             choice["finish_reason"] = reason_of(job, new.finish_reason, deltas.called)
             choice["stop_reason"] = new.stop_reason
+            if job.body.return_weight_versions:
+                choice["weight_versions"] = version_ranges(new.weight_versions)
         if job.body.return_token_ids:
             choice["token_ids"] = list(new.token_ids)
         yield choice
@@ -536,18 +542,11 @@ class ChatDeltas:
                     if labels := _approval_labels(self._job, [call]):
                         delta.setdefault("mcp_approval_requests", []).extend(labels)
                 case ToolArguments(index, text) if self._includes(index):
-                    _add_arguments(delta.setdefault("tool_calls", []), index, text)
+                    add_arguments(delta.setdefault("tool_calls", []), index, text)
         return delta
 
     def _includes(self, index: int) -> bool:
         return index == 0 or not self._job.single_call
-
-
-def _add_arguments(calls: list[ToolCallDelta], index: int, text: str) -> None:
-    if calls and calls[-1]["index"] == index:
-        calls[-1]["function"]["arguments"] += text
-    else:
-        calls.append({"index": index, "function": {"arguments": text}})
 
 
 def opening_of(job: ChatJob, index: int) -> ChatChunkChoice:

@@ -20,6 +20,7 @@ from modulm_route_openai.answers import (
     paced,
     prompt_logprobs,
     usage,
+    version_ranges,
 )
 from modulm_server.constraints import requested_constraints, single_constraint
 from modulm_server.flags import ServerConfig
@@ -27,7 +28,7 @@ from modulm_server.generation import Running, merged
 from modulm_server.json_body import bad_field, convert, json_response
 from modulm_server.prompt_embeds import refuse_embeds
 from modulm_server.prompts import Prompt
-from modulm_server.rendering import rendered
+from modulm_server.rendering import rendered, token_offsets
 from modulm_server.request_cost import check_cost
 from modulm_server.sampling import LIMITS, check_priority, sampling_params, shortened
 from modulm_server.sse import DONE, EventStream, frame
@@ -105,8 +106,7 @@ class Completions:
         """Render the request as engine requests, one per prompt."""
         job = await self._job(request, body)
         tokenizer = self._generation.tokenizer
-        prompts = enumerate(job.prompts)
-        requests = (
+        requests = [
             rendered(
                 f"{job.id}-{n}",
                 job.model,
@@ -117,9 +117,14 @@ class Completions:
                 cache_salt=body.cache_salt,
                 priority=body.priority,
             )
-            for n, prompt in prompts
-        )
-        return json_response(list(requests))
+            for n, prompt in enumerate(job.prompts)
+        ]
+        if body.return_token_offsets:
+            run = self._generation.work.run
+            for one, prompt in zip(requests, job.prompts, strict=True):
+                size = len(prompt.text or "")
+                one["token_offsets"] = await run(size, token_offsets, prompt, tokenizer)
+        return json_response(requests)
 
     async def _job(self, request: Request, body: CompletionRequest) -> _Job:
         model = await self._generation.find_model(body.model)
@@ -289,6 +294,8 @@ class Completions:
         if job.body.return_token_ids:
             choice_object["prompt_token_ids"] = list(output.prompt_token_ids)
             choice_object["token_ids"] = [] if job.nothing else list(choice.token_ids)
+        if job.body.return_weight_versions:
+            choice_object["weight_versions"] = version_ranges(choice.weight_versions)
         return choice_object
 
     def _logprobs(
@@ -370,6 +377,8 @@ class Completions:
             "finish_reason": "length" if job.nothing else choice.finish_reason,
             "stop_reason": None if job.nothing else choice.stop_reason,
         }
+        if job.body.return_weight_versions and choice.weight_versions:
+            choice_object["weight_versions"] = version_ranges(choice.weight_versions)
         sent[index] = sent.get(index, 0) + len(text)
         if job.body.return_token_ids:
             choice_object["token_ids"] = [] if job.nothing else list(choice.token_ids)

@@ -18,7 +18,7 @@ from modulm_route_openai.objects import ChatChunk, Completion, CompletionChunk, 
 from modulm_route_openai.schema import ChatRequest, CompletionRequest
 from modulm_server.chat_turn import Message
 from modulm_server.json_body import bad_field, json_response
-from modulm_server.rendering import rendered
+from modulm_server.rendering import rendered, token_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,18 +112,21 @@ class Derender(Chat):
         """Render the request as an engine request."""
         job = await self._job(request, body, runs=False)
         turn, tokenizer = job.turn, self._generation.tokenizer
-        return json_response(
-            rendered(
-                job.id,
-                job.model,
-                turn.prompt,
-                turn.engine_params(),
-                tokenizer,
-                stream=body.stream,
-                cache_salt=body.cache_salt,
-                priority=body.priority,
-            )
+        answer = rendered(
+            job.id,
+            job.model,
+            turn.prompt,
+            turn.engine_params(),
+            tokenizer,
+            stream=body.stream,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
         )
+        if body.return_token_offsets:
+            prompt, run = turn.prompt, self._generation.work.run
+            size = len(prompt.text or "")
+            answer["token_offsets"] = await run(size, token_offsets, prompt, tokenizer)
+        return json_response(answer)
 
     async def chat(self, request: Request, body: ChatDerenderRequest) -> Response:
         """Convert an answer to a chat, or a chunk of one."""

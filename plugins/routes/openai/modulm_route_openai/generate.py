@@ -10,8 +10,14 @@ from attrs import frozen
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 from starlette.responses import Response
 
-from modulm_route_openai.answers import StreamUsage, answer_id, prompt_logprobs, usage
-from modulm_route_openai.objects import PromptLogprob, Usage
+from modulm_route_openai.answers import (
+    StreamUsage,
+    answer_id,
+    prompt_logprobs,
+    usage,
+    version_ranges,
+)
+from modulm_route_openai.objects import PromptLogprob, Usage, WeightVersion
 from modulm_server.auth import owner_of
 from modulm_server.constraints import requested_constraints, single_constraint
 from modulm_server.flags import ServerConfig
@@ -119,6 +125,7 @@ class Choice(TypedDict):
     logprobs: TokenLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    weight_versions: NotRequired[list[WeightVersion]]
 
 
 class GenerateAnswer(Transferred):
@@ -267,6 +274,8 @@ def _choice(job: _Job, choice: Any) -> Choice:
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
+    if choice.weight_versions:
+        made["weight_versions"] = version_ranges(choice.weight_versions)
     if job.head["output_mode"] == "text":
         made["text"] = choice.text
     return made

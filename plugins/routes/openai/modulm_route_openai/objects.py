@@ -35,6 +35,7 @@ __all__ = [
     "PromptLogprob",
     "ToolCallDelta",
     "Usage",
+    "WeightVersion",
 ]
 
 
@@ -87,6 +88,14 @@ class PromptLogprob(TypedDict):
     decoded_token: str | None
 
 
+class WeightVersion(TypedDict):
+    """The version of the weights that generated the tokens of a choice from `start` to `end`."""
+
+    version: str
+    start: int
+    end: int
+
+
 class _Head(TypedDict):
     """The common fields of responses and chunks."""
 
@@ -116,6 +125,7 @@ class CompletionChoice(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None] | None]
     prompt_token_ids: NotRequired[list[int]]
     token_ids: NotRequired[list[int]]
+    weight_versions: NotRequired[list[WeightVersion]]
 
 
 class Completion(_Head, Measured, Transferred):
@@ -170,6 +180,7 @@ class ChatChoice(TypedDict):
     finish_reason: str
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
+    weight_versions: NotRequired[list[WeightVersion]]
 
 
 class ChatCompletion(_Head, Measured, Transferred):
@@ -220,6 +231,7 @@ class ChatChunkChoice(TypedDict):
     finish_reason: str | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
+    weight_versions: NotRequired[list[WeightVersion]]
 
 
 class ChatChunk(_Head, Measured, Transferred):

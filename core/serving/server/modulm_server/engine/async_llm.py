@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from modulm.config.sources import keywords
 from modulm.contracts.outputs import PoolingRequestOutput, RequestOutput
 from modulm.contracts.requests import PromptLike, Request, StepEvents, StepStats
-from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
+from modulm.contracts.sampling import PoolingParams, SamplingParams
 from modulm.errors import (
     ConfigError,
     EngineDead,
@@ -47,6 +47,7 @@ from modulm_server.engine.core_client import (
     WorkerCall,
 )
 from modulm_server.engine.metrics import Metrics, ReplicaMetrics
+from modulm_server.engine.processors import installed_processors
 from modulm_server.engine.restarts import Restarts
 from modulm_server.engine.training import keeps_back
 from modulm_server.engine.watchdog import Watchdog
@@ -187,7 +188,7 @@ class AsyncLLM(EngineClient):
                 metrics.in_use = self._adapters_in_use
         self.metrics: Metrics | ReplicaMetrics = each[0] if len(each) == 1 else ReplicaMetrics(each)
         self._input_processor = InputProcessor(
-            info, self.tokenizer, manager.current(), _processors(info.config), core.number
+            info, self.tokenizer, manager.current(), installed_processors(info.config), core.number
         )
         self._each = each
         listeners = manager.current().gather("modulm_request_listeners", config=info.config)
@@ -434,6 +435,7 @@ class AsyncLLM(EngineClient):
         await self._resumed()
         state, changed = pending.state, asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        state.note_weights(self.weight_version)
         self._output_processor.add(state)
         self._requests[state.id] = (state, changed)
         try:
@@ -508,7 +510,9 @@ class AsyncLLM(EngineClient):
 
     def _gathers(self, state: RequestState) -> bool:
         """Whether to wait for more tokens before the next output (`--stream-interval`)."""
-        return state.streamed and not state.finished and state.fresh < self._interval
+        if not state.streamed or state.finished:
+            return False
+        return state.fresh < max(self._interval, state.interval)
 
     # Called by the engine core, on a thread of its client.
 
@@ -580,6 +584,8 @@ class AsyncLLM(EngineClient):
         for metrics in self._each:
             metrics.set_weight_version(state.weight_version)
             metrics.set_sleep(state.asleep)
+        for request, _ in self._requests.values():
+            request.note_weights(state.weight_version)
         if state.broken is not None:
             self._end_waiting(EngineStalled(state.broken))
         elif state.paused == "abort":
@@ -611,14 +617,3 @@ async def _away(prompt: PromptLike, function: Callable[..., Any], *arguments: An
     """Call a function directly if the prompt is short, else in a thread."""
     long = isinstance(prompt, str) and len(prompt) > _INLINE
     return await asyncio.to_thread(function, *arguments) if long else function(*arguments)
-
-
-def _processors(config: EngineConfig) -> tuple[type[LogitsProcessor], ...]:
-    """The classes of logits processors. Does not import torch if there are none."""
-    plugins = manager.current()
-    references = config.model.logits_processors
-    if not references and not plugins.names("logits_processors"):
-        return ()
-    from modulm.engine.sampling.logits_processors import processor_classes
-
-    return processor_classes(references, plugins)

@@ -77,12 +77,13 @@ def pack_events(events: StepEvents) -> list[Any]:
         events.retained,
         events.counts,
         events.arrays,
+        events.loaded,
     ]
 
 
 def unpack_events(packed: list[Any]) -> StepEvents:
     time, requests, tokens, started, finished, logprobs, prompts, pooled, stats, *more = packed
-    drafted, transfer_params, retained, counts, arrays = more
+    drafted, transfer_params, retained, counts, arrays, loaded = more
     return StepEvents(
         time,
         requests,
@@ -101,6 +102,7 @@ def unpack_events(packed: list[Any]) -> StepEvents:
         retained,
         counts,
         arrays,
+        loaded,
     )
 
 

@@ -18,6 +18,9 @@ _SECONDS = (
     1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0,
 )  # fmt: skip
 _TOKENS = tuple(float(step * 10**power) for power in range(7) for step in (1, 2, 5))
+_LIVES = (
+    0.001, 0.01, 0.1, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0,
+)  # fmt: skip
 _FEW = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 #: Name -> what is measured, default buckets.
@@ -40,6 +43,15 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_params_max_tokens": ("Maximum number of tokens requested.", _TOKENS),
     "request_num_preemptions": ("Preemptions per request, of all its sequences.", (0.0, *_FEW)),
     "iteration_tokens_total": ("Tokens computed in a step.", _TOKENS),
+    "kv_block_lifetime_seconds": (
+        "Time that a block stayed in the prefix cache; with `--kv-cache-metrics`.", _LIVES,
+    ),
+    "kv_block_idle_before_evict_seconds": (
+        "Time since a block's last use when it was evicted; with `--kv-cache-metrics`.", _LIVES,
+    ),
+    "kv_block_reuse_gap_seconds": (
+        "Time between two uses of a cached block; with `--kv-cache-metrics`.", _LIVES,
+    ),
 }  # fmt: skip
 #: Keys of --custom-histogram-buckets, as in vLLM -> the histograms that they set.
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -51,6 +63,10 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "time_to_first_token": ("time_to_first_token_seconds",),
     "inter_token_latency": ("inter_token_latency_seconds", "request_time_per_output_token_seconds"),
     "iteration_tokens": ("iteration_tokens_total",),
+    "kv_cache_residency": (
+        "kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds",
+        "kv_block_reuse_gap_seconds",
+    ),
     "request_params_n": ("request_params_n",),
     "request_tokens": (
         "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens",

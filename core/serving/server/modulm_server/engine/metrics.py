@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from attrs import define
@@ -59,6 +59,28 @@ _PART_COUNTERS = {
     "compilations": "Compilations of programs and operations, at start and later (TPU).",
     "compile_time": "Seconds of these compilations.",
 }
+#: Metrics of step parts with a label: name -> what it is, the label, its usual values. In
+#: `StepEvents.counts`, the label's value follows the name after "/".
+_LABELLED_GAUGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "num_requests_kv_fetch_by_stage": (
+        "Waiting requests whose prefix a KV connector loads, by stage.",
+        "stage",
+        ("waiting_to_start", "in_progress", "completed_waiting"),
+    ),
+}
+_LABELLED_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "prompt_tokens_by_source": (
+        "Prompt tokens of finished requests, by where they came from.",
+        "source",
+        ("local_compute", "local_cache_hit", "external_kv_transfer"),
+    ),
+    "prompt_tokens_cached_by_source": (
+        "Tokens found in caches when requests were admitted, by the cache.",
+        "source",
+        ("device", "host", "disk", "p2p", "external_unspecified"),
+    ),
+}
+_REASONS = ("capacity", "deferred")
 _AT = "spec_decode_num_accepted_tokens_per_pos"
 _GAUGES = {
     "num_requests_running": "Running sequences.",
@@ -126,6 +148,12 @@ class Metrics(Collector):
             *_GAUGES,
             *(_COUNTERS.keys() - {"prompt_tokens", "prompt_tokens_cached", "admission_rejections"}),
             *_PART_COUNTERS,
+            *_LABELLED_GAUGES,
+            "num_requests_waiting_by_reason",
+            "prompt_tokens_cached_by_source",
+            "kv_block_lifetime_seconds",
+            "kv_block_idle_before_evict_seconds",
+            "kv_block_reuse_gap_seconds",
             "engine_sleep_state",
             _AT,
             "iteration_tokens_total",
@@ -153,6 +181,10 @@ class Metrics(Collector):
         bounds = bucket_bounds(None) if buckets is None else buckets
         self._histograms = {name: Histogram(bounds[name]) for name in HISTOGRAMS}
         self._counters = dict.fromkeys((*_COUNTERS, *_PART_COUNTERS), 0.0)
+        self._labelled = {
+            name: dict.fromkeys(values, 0.0)
+            for name, (_, _, values) in (_LABELLED_GAUGES | _LABELLED_COUNTERS).items()
+        }
         self._asleep: int | None = None
         self._gauges = dict.fromkeys(_GAUGES, 0.0)
         self._accepted_at: list[int] = []
@@ -186,11 +218,17 @@ class Metrics(Collector):
         """Count a request that was refused because too many wait."""
         self._counters["admission_rejections"] += 1
 
-    def parts(self, counts: Mapping[str, float]) -> None:
+    def parts(self, counts: Mapping[str, Any]) -> None:
         """Count what step parts counted in a step; unknown names are left out."""
-        for name, value in counts.items():
-            if name in _PART_COUNTERS:
+        for key, value in counts.items():
+            name, _, label = key.partition("/")
+            if name in self._labelled:
+                by_label = self._labelled[name]
+                by_label[label] = by_label.get(label, 0.0) + value
+            elif name in _PART_COUNTERS:
                 self._counters[name] += value
+            elif name in self._histograms and value:
+                self._histograms[name].add(value)
 
     def step(self, stats: StepStats) -> None:
         """Count a step of the engine."""
@@ -203,6 +241,7 @@ class Metrics(Collector):
         counters["generation_tokens"] += stats.generated
         counters["prefix_cache_queries"] += stats.queried
         counters["prefix_cache_hits"] += stats.hit
+        self._labelled["prompt_tokens_cached_by_source"]["device"] += stats.hit
         if stats.drafts:
             self._drafts(stats)
         if stats.routed:
@@ -213,8 +252,10 @@ class Metrics(Collector):
     def forget_now(self) -> None:
         """Reset the gauges of a dead engine."""
         self._gauges = dict.fromkeys(_GAUGES, 0.0)
+        for name in _LABELLED_GAUGES:
+            self._labelled[name] = dict.fromkeys(self._labelled[name], 0.0)
         if self.last is not None:
-            self.last = self.last._replace(running=0, waiting=0, usage=0.0)
+            self.last = self.last._replace(running=0, waiting=0, usage=0.0, deferred=0)
 
     def totals(self) -> tuple[float, float, float, float]:
         """Total tokens that were computed, generated, looked up in the prefix cache, and found
@@ -246,6 +287,10 @@ class Metrics(Collector):
         self._add("request_prompt_tokens", request.prompt)
         if request.cached is not None:
             self._counters["prompt_tokens_cached"] += request.cached
+            by_source = self._labelled["prompt_tokens_by_source"]
+            by_source["local_compute"] += request.prompt - request.cached
+            by_source["local_cache_hit"] += request.cached - request.loaded
+            by_source["external_kv_transfer"] += request.loaded
             self._add("request_prefill_kv_computed_tokens", request.prompt - request.cached)
             self._add("request_num_preemptions", request.preemptions)
         self._between("e2e_request_latency_seconds", times.arrival_time, times.finished_time)
@@ -299,6 +344,7 @@ class Metrics(Collector):
             counter = CounterMetricFamily(_PREFIX + name, text, labels=names)
             counter.add_metric(self._labels, self._counters[name])
             yield counter
+        yield from self._with_labels()
         asleep = GaugeMetricFamily(
             _PREFIX + "engine_sleep_state",
             "1 for the engine's sleep state, 0 for the others.",
@@ -343,6 +389,30 @@ class Metrics(Collector):
         yield success
         if self.in_use is not None:
             yield from self._adapters(*self.in_use())
+
+    def _with_labels(self) -> Iterator[Metric]:
+        """Gauges and counters with a label of their own."""
+        names = ("model_name", "engine")
+        waiting = 0 if self.last is None else self.last.waiting
+        deferred = 0 if self.last is None else self.last.deferred
+        reasons = GaugeMetricFamily(
+            _PREFIX + "num_requests_waiting_by_reason",
+            "Waiting sequences: for room in the batch and the cache, or deferred, such as until "
+            "an adapter or blocks of a KV connector are loaded.",
+            labels=(*names, "reason"),
+        )
+        for reason, count in zip(_REASONS, (waiting - deferred, deferred), strict=True):
+            reasons.add_metric((*self._labels, reason), count)
+        yield reasons
+        for kinds, family in (
+            (_LABELLED_GAUGES, GaugeMetricFamily),
+            (_LABELLED_COUNTERS, CounterMetricFamily),
+        ):
+            for name, (text, label, _) in kinds.items():
+                metric = family(_PREFIX + name, text, labels=(*names, label))
+                for value, amount in self._labelled[name].items():
+                    metric.add_metric((*self._labels, value), amount)
+                yield metric
 
     def _adapters(self, waiting: Iterable[str], running: Iterable[str]) -> Iterator[Metric]:
         labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from modulm_frontend.weight_updates import table_of
+from modulm_frontend.weight_updates import joined_checksums, table_of
+from modulm_weight_transfer import functions
 from modulm_weight_transfer.engine import WeightState
 
 __all__ = ["Training", "keeps_back"]
@@ -30,6 +32,16 @@ class Training(ABC):
     @abstractmethod
     async def run_weights(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Run an operation of `EngineWeights` in each engine; returns the resulting state."""
+
+    @abstractmethod
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function in every worker; see `EngineClient.collective_rpc`."""
 
     @property
     def weight_version(self) -> int:
@@ -84,6 +96,23 @@ class Training(ABC):
     async def update_weight_version(self, weight_version: int) -> None:
         """Set the weight version, for example to the trainer's step."""
         await self.run_weights("set_version", weight_version=weight_version)
+
+    async def compute_weight_checksums(self) -> dict[str, str]:
+        """Compute the SHA-256 of each weight of each worker, as the worker holds it."""
+        return joined_checksums(await self.collective_rpc(functions.compute_checksums))
+
+    async def reset_weights(self) -> None:
+        """Set all weights to zero and clear the prefix cache, to test updates."""
+        for answer in await self.collective_rpc(functions.reset_weights):
+            functions.value_of(answer)
+        await self.reset_prefix_cache()
+
+    async def release_kv_cache_memory(self) -> None:
+        """Free the memory of the KV cache of an engine that sleeps at level 0, until `wake_up`.
+
+        Raises RequestError while requests run, UnsupportedError without --enable-sleep-mode.
+        """
+        await self.run_weights("release_caches")
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Hold new requests until `resume_generation`; returns when none is running.
