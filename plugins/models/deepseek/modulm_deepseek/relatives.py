@@ -79,6 +79,8 @@ class SarvamMLAConfig(DeepseekV3Config):
         table = dict(self.rope_scaling or self.rope_parameters or {})
         if table.get("rope_type", table.get("type")) != "deepseek_yarn":
             return super().rope(layer_type)
+        if self.original_max_position_embeddings is not None:
+            table["original_max_position_embeddings"] = self.original_max_position_embeddings
         return parse_rope(
             {"rope_theta": self.rope_theta, **table, "rope_type": "yarn"},
             head_size=self.head_size,

@@ -17,7 +17,9 @@ class AsGemma3(Converted):
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         count = config["num_hidden_layers"]
-        rope = config["rope_parameters"]
+        rope, trained = config["rope_parameters"], "original_max_position_embeddings"
+        if config.get(trained) is not None:  # transformers reads the outer key of flat tables alone
+            rope = {**rope, trained: config[trained]}
         return {
             **config,
             "model_type": "gemma3_text",

@@ -59,6 +59,7 @@ class AsDeepseekV3(Converted):
             "q_lora_rank": config["attention_q_lora_dim"],
             "qk_nope_head_dim": config["attention_qk_dim"],
             "qk_rope_head_dim": config["attention_qk_rope_dim"],
+            "head_dim": config["attention_qk_rope_dim"],
             "v_head_dim": config["attention_v_dim"],
             "n_routed_experts": config["num_routed_experts"],
             "n_shared_experts": config["num_shared_experts"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,17 @@ class AsGemma3(Converted):
         changed = {}
         for name, tensor in weights.items():
             offset = next((o for end, o in _OFFSETS.items() if name.endswith(end)), 1.0)
-            scale = config["hidden_size"] ** -0.5 if "embed_tokens" in name else 1.0
+            scaled = "embed_tokens" in name or ("lm_head" in name and self._ties(config))
+            scale = config["hidden_size"] ** -0.5 if scaled else 1.0
             changed[name] = tensor * scale + (offset - 1.0)
         super()._read(config, model, changed)
+
+    def logits(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: Sequence[int]
+    ) -> Tensor:
+        logits = super().logits(config, weights, tokens)
+        return logits * config["hidden_size"] ** 0.5 if self._ties(config) else logits
+
+    def _ties(self, config: Mapping[str, Any]) -> bool:
+        """Whether the head reads the embedding, which `_read` divides."""
+        return bool(config.get("tie_word_embeddings", True))

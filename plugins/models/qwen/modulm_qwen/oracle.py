@@ -70,6 +70,7 @@ class QWenAsQwen2(Converted):
         return {
             **config,
             "model_type": "qwen2",
+            "hidden_act": "silu",  # Qwen's own code has no key for it
             "intermediate_size": config["intermediate_size"] // 2,
             "rms_norm_eps": config.get("layer_norm_epsilon", 1e-6),
             "rope_parameters": rotary(

@@ -71,9 +71,23 @@ class AsMixtral(Converted):
             if index:
                 layer.mlp.share_expert = dense(config["share_expert_dim"])
                 layer.mlp.register_forward_hook(_add)
+                if not config.get("norm_expert_weight", False):
+                    layer.mlp.gate.register_forward_hook(_unnormed)
             else:
                 layer.mlp = dense(config["intermediate_size"])
         return model.float().eval()
+
+
+def _unnormed(router: Any, arguments: Any, routed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Weigh the chosen experts by their probabilities among all."""
+    logits, _, chosen = routed
+    return logits, logits.float().softmax(-1).gather(-1, chosen), chosen
+
+
+def _sigmoids(router: Any, arguments: Any, routed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Weigh the chosen experts by their sigmoids, whose sum is not 1."""
+    logits, _, chosen = routed
+    return logits, logits.float().sigmoid().gather(-1, chosen), chosen
 
 
 def _add(block: Any, arguments: tuple[Tensor, ...], mixed: Any) -> Any:
@@ -111,7 +125,13 @@ class AsStep37(Converted):
 
         settings = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
         theirs = Step3p7TextConfig(**settings, attn_implementation="eager")
-        return _WithHead(Step3p7TextModel(theirs).float(), theirs).eval()
+        model = _WithHead(Step3p7TextModel(theirs).float(), theirs).eval()
+        if config.get("tie_word_embeddings"):
+            model.lm_head.weight = model.model.embed_tokens.weight
+        for layer in () if config.get("norm_expert_weight", True) else model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.register_forward_hook(_sigmoids)
+        return model
 
 
 class _WithHead(Module):

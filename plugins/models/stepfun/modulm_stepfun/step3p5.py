@@ -82,7 +82,12 @@ class Step3p5Config(DecoderConfig):
         known = ("full_attention", "sliding_attention")
         if set(self.layer_types or ()) - {*known}:
             raise ValueError(f"layer_types: known are {', '.join(known)}")
-        only(self, hidden_act=("silu",), moe_router_activation=("sigmoid",))
+        only(
+            self,
+            hidden_act=("silu",),
+            moe_router_activation=("sigmoid",),
+            use_head_wise_attn_gate=(True,),
+        )
         self.routing.check(self.moe_num_experts)
 
     @property
@@ -158,8 +163,6 @@ class Step3p5Attention(Attention):
             qk_norm=(norms[0], norms[1]),
         )
         self.head_gates = b.linear("g_proj", c.hidden_size, heads)
-        if not c.use_head_wise_attn_gate:
-            raise ValueError("use_head_wise_attn_gate: not supported yet: false")
 
     def project_out(self, out: Tensor, x: Tensor) -> Tensor:
         return super().project_out(out * self.head_gates(x).sigmoid().unsqueeze(-1), x)

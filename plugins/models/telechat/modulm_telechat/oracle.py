@@ -55,14 +55,15 @@ class AsGranite(Converted):
     """transformers' Granite, which has the same multipliers under other names."""
 
     def settings(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        scaled = config.get("use_mup", False)
         head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         return {
             **config,
             "model_type": "granite",
-            "embedding_multiplier": config["input_mult"],
+            "embedding_multiplier": config["input_mult"] if scaled else 1.0,
             "residual_multiplier": 1.0,
             "attention_multiplier": head**-0.5,
-            "logits_scaling": config["mup_scale_factor"] / config["output_mult"],
+            "logits_scaling": config["mup_scale_factor"] / config["output_mult"] if scaled else 1.0,
         }
 
     def store(
