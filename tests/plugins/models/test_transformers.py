@@ -31,6 +31,7 @@ from modulm.testing.checkpoints import make_tiny
 from modulm.testing.models import check_equals_transformers, check_steps
 from modulm.testing.session import Session
 from modulm_command_explain import text as explain
+from modulm_memory.estimate import estimate
 from modulm_transformers.attention import _attend
 from modulm_transformers.unsupported import reasons
 
@@ -196,6 +197,16 @@ def test_an_error_of_the_library_s_own_code_is_told_as_what_it_is(tmp_path, monk
     monkeypatch.setattr("transformers.LlamaModel.forward", fail)
     with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM: .* IndexError: tuple index"):
         Session(folder, model_impl="transformers", attention_backend="sdpa")
+
+
+@pytest.mark.exhaustive
+def test_weights_that_the_library_loads_are_counted_without_a_file(tmp_path):
+    folder = write(tmp_path, "OpenAIGPTLMHeadModel")
+    model = transformers.OpenAIGPTLMHeadModel.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    config = EngineConfig.from_keywords(model=str(folder), load_format="dummy", device="cpu")
+    (rank,) = estimate(config, manager.current()).ranks
+    assert rank.parameters == model.num_parameters()
 
 
 def test_a_decoder_that_is_told_to_see_both_ways_is_refused(tmp_path):

@@ -24,6 +24,7 @@ from torch.nn import Module
 from modulm.contracts.model import Batch, CacheSpec, Model
 from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Embedding, WeightNames
+from modulm.nn.weight_slots import Part, Slot, Unit
 from modulm_layers import tiny_config
 from modulm_transformers.attention import (
     NAME,
@@ -83,11 +84,15 @@ class TransformersForCausalLM(Module, Model):
         self.rows: RowRunner | None = None
         self.joined = False
         self.first_position = 0
+        self.whole: Any = None
+        self.base: Any = None
         #: Runs the decoder without the library's code, if all of it was recognized.
         self.decoder: BridgedDecoder | None = None
         register_attention()
         #: Why the library loads the weights; "" if modulm does.
         self.library_loads = self._place()
+        if self.library_loads:
+            self._declare()
 
     @classmethod
     def weights(cls, config: Any) -> WeightNames:
@@ -120,6 +125,23 @@ class TransformersForCausalLM(Module, Model):
         if reason and mesh.tensor.size * mesh.pipeline.size * mesh.expert.size > 1:
             raise UnsupportedError(f"{self.config.model.__name__}: several ranks: {reason}")
         return reason
+
+    def _declare(self) -> None:
+        """Record the weights that the library will load, so that their memory can be estimated."""
+        shared = self.build.shared
+        try:
+            whole = bare_model(self.config, shared.dtype, None)
+        except UnsupportedError:  # refused when it is loaded
+            return
+        declared: set[int] = set()
+        for path, module in whole.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in declared:
+                    continue
+                declared.add(id(parameter))
+                full, shape = f"{path}.{name}" if path else name, tuple(parameter.shape)
+                slot = Slot(module, name, shape, parameter.dtype, ((Part(full, shape),),))
+                shared.units.append(Unit(full, module, [slot]))
 
     def _build_placed(self, build: Builder) -> None:
         self.whole = bare_model(self.config, build.shared.dtype, self.around)
@@ -158,6 +180,7 @@ class TransformersForCausalLM(Module, Model):
 
     def _load_by_library(self, checkpoint: Path) -> bool:
         self.config.conversions.forget()
+        del self.build.shared.units[:]  # see `_declare`
         reason = self.config.rows
         if not reason:
             shared = self.build.shared
@@ -289,6 +312,8 @@ class TransformersForCausalLM(Module, Model):
             return self.rows.run(batch, self._inputs(batch).get("inputs_embeds"))
         if self.decoder is not None:
             return self.decoder.run(batch)
+        if self.base is None:
+            raise UnsupportedError("transformers' code runs once it has loaded the weights")
         step = AttentionStep(batch, self.layers, self.scales)
         return self._run(self._inputs(batch), self._positions(batch), step)
 
