@@ -14,12 +14,18 @@ from modulm.errors import ConfigError
 from modulm.testing.checkpoints import make_tiny
 
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "pool", "dtype": "float32"}
-#: A dense model; blocks that are given back; four ranks, which hold heads of keys twice; experts.
+#: A dense model; blocks that are given back; four ranks, which hold heads of keys twice; experts,
+#: also on four; latents, which all ranks hold.
 CASES = {
     "two": ("Qwen3ForCausalLM", FLAGS["roomy"]),
     "few blocks": ("Qwen3ForCausalLM", FLAGS["few blocks"]),
     "four": ("Qwen3ForCausalLM", {**FLAGS["roomy"], "tensor_parallel_size": 4}),
     "experts": ("MixtralForCausalLM", {**FLAGS["roomy"], "enable_expert_parallel": True}),
+    "four, experts": (
+        "MixtralForCausalLM",
+        {**FLAGS["roomy"], "enable_expert_parallel": True, "tensor_parallel_size": 4},
+    ),
+    "four, latent": ("DeepseekV3ForCausalLM", {**FLAGS["roomy"], "tensor_parallel_size": 4}),
 }
 
 
@@ -37,16 +43,31 @@ def test_the_target_as_its_own_draft_is_always_right(plugins, tmp_path, name) ->
     assert (preempted > 0) == (name == "few blocks")
 
 
+#: Ranks of an MTP layer: two; four, some of which hold the same heads; with experts spread.
+SPLITS = {
+    "two": {}, "four": {"tensor_parallel_size": 4},
+    "two, experts": {"enable_expert_parallel": True},
+    "four, experts": {"tensor_parallel_size": 4, "enable_expert_parallel": True},
+}  # fmt: skip
+
+
+#: Tiny models whose experts four ranks cannot share evenly.
+EXPERTS = {"Qwen3NextForCausalLM": {"num_experts": 8}}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_mtp_layers(plugins, tmp_path, name, adaptive) -> None:
-    folder = str(make_tiny(tmp_path / "tiny", name, **LAYOUTS[name].config))
+def test_mtp_layers(plugins, tmp_path, name, split, adaptive) -> None:
+    folder = str(
+        make_tiny(tmp_path / "tiny", name, **LAYOUTS[name].config, **EXPERTS.get(name, {}))
+    )
     Reference(folder, LAYOUTS[name]).store(folder)
     table = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": adaptive}
     flags = {"num_gpu_blocks_override": 64, "max_num_seqs": 8, "speculative_config": table}
     expected, counts = run(folder, times=1, dtype="float32", **flags)
-    answers, others = run(folder, times=1, **RANKS, **flags)
+    answers, others = run(folder, times=1, **{**RANKS, **SPLITS[split]}, **flags)
     assert answers == expected
     assert counts[0] > 20
     if not adaptive:
