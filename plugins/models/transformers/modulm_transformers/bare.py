@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
+from modulm.errors import UnsupportedError
 from modulm.nn import Linear, RMSNorm
+from modulm.nn.weight_slots import Part, Slot, Unit
 from modulm_transformers.config import TransformersConfig
 from modulm_transformers.load import explained
 
-__all__ = ["bare_model", "dummy_weights"]
+__all__ = ["bare_model", "declare_weights", "dummy_weights"]
 
 
 def bare_model(config: TransformersConfig, dtype: torch.dtype, attention: str | None) -> Any:
@@ -32,6 +34,26 @@ def bare_model(config: TransformersConfig, dtype: torch.dtype, attention: str | 
         model = config.model._from_config(deepcopy(config.settings), dtype=dtype, **more)
         model.tie_weights()
     return model.eval().requires_grad_(False)
+
+
+def declare_weights(config: TransformersConfig, shared: Any) -> None:
+    """Record the weights that the library will load, so that their memory can be estimated.
+
+    shared: the builder's state, to which units are added.
+    """
+    try:
+        whole = bare_model(config, shared.dtype, None)
+    except UnsupportedError:  # refused when it is loaded
+        return
+    declared: set[int] = set()
+    for path, module in whole.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in declared:
+                continue
+            declared.add(id(parameter))
+            full, shape = f"{path}.{name}" if path else name, tuple(parameter.shape)
+            slot = Slot(module, name, shape, parameter.dtype, ((Part(full, shape),),))
+            shared.units.append(Unit(full, module, [slot]))
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from torch.nn import Module
 from modulm.contracts.model import Batch, CacheSpec, Model
 from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Embedding, WeightNames
-from modulm.nn.weight_slots import Part, Slot, Unit
 from modulm_layers import tiny_config
 from modulm_transformers.attention import (
     NAME,
@@ -33,7 +32,7 @@ from modulm_transformers.attention import (
     Layers,
     register_attention,
 )
-from modulm_transformers.bare import bare_model, dummy_weights
+from modulm_transformers.bare import bare_model, declare_weights, dummy_weights
 from modulm_transformers.bridged_decoder import BridgedDecoder
 from modulm_transformers.config import RemoteConfig, TransformersConfig
 from modulm_transformers.conversions import Conversions, ConvertedNames
@@ -92,7 +91,7 @@ class TransformersForCausalLM(Module, Model):
         #: Why the library loads the weights; "" if modulm does.
         self.library_loads = self._place()
         if self.library_loads:
-            self._declare()
+            declare_weights(self.config, self.build.shared)
 
     @classmethod
     def weights(cls, config: Any) -> WeightNames:
@@ -125,23 +124,6 @@ class TransformersForCausalLM(Module, Model):
         if reason and mesh.tensor.size * mesh.pipeline.size * mesh.expert.size > 1:
             raise UnsupportedError(f"{self.config.model.__name__}: several ranks: {reason}")
         return reason
-
-    def _declare(self) -> None:
-        """Record the weights that the library will load, so that their memory can be estimated."""
-        shared = self.build.shared
-        try:
-            whole = bare_model(self.config, shared.dtype, None)
-        except UnsupportedError:  # refused when it is loaded
-            return
-        declared: set[int] = set()
-        for path, module in whole.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in declared:
-                    continue
-                declared.add(id(parameter))
-                full, shape = f"{path}.{name}" if path else name, tuple(parameter.shape)
-                slot = Slot(module, name, shape, parameter.dtype, ((Part(full, shape),),))
-                shared.units.append(Unit(full, module, [slot]))
 
     def _build_placed(self, build: Builder) -> None:
         self.whole = bare_model(self.config, build.shared.dtype, self.around)
@@ -180,7 +162,7 @@ class TransformersForCausalLM(Module, Model):
 
     def _load_by_library(self, checkpoint: Path) -> bool:
         self.config.conversions.forget()
-        del self.build.shared.units[:]  # see `_declare`
+        del self.build.shared.units[:]  # see `declare_weights`
         reason = self.config.rows
         if not reason:
             shared = self.build.shared
