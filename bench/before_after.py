@@ -29,7 +29,8 @@ CASES = {"one stream": (1, 16, 33), "prompt": (1, 257, 1), "batch": (8, 64, 32)}
 WORKER = """
 import json, sys, time
 from modulm import LLM, SamplingParams
-llm = LLM(model=sys.argv[1], dtype="bfloat16", kv_cache_memory_bytes=1 << 30, max_num_seqs=8)
+llm = LLM(model=sys.argv[1], dtype="bfloat16", kv_cache_memory_bytes=1 << 30, max_num_seqs=8,
+          speculative="off")
 print("ready", flush=True)
 for line in sys.stdin:
     prompts, output = json.loads(line)
@@ -75,6 +76,7 @@ def over_http(tree: Path, model: str, stack: ExitStack) -> Run:
     port = free_port()
     command = [tree / ".venv/bin/python", "-m", "modulm", "serve", model, "--port", str(port)]
     command += ["--dtype", "bfloat16", "--kv-cache-memory-bytes", str(1 << 30)]
+    command += ["--speculative", "off"]
     server = stack.enter_context(
         subprocess.Popen(
             [*command, "--max-num-seqs", "8"],

@@ -55,7 +55,7 @@ def main() -> None:
     from modulm import LLM, SamplingParams
 
     flags = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 29, "max_num_seqs": 8,
-             "quantization": options.quantization}  # fmt: skip
+             "quantization": options.quantization, "speculative": "off"}  # fmt: skip
     engines = {
         name: LLM(str(options.folder), model_impl=name, **flags)
         for name in ("transformers", "modulm")

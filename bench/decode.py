@@ -135,7 +135,7 @@ def main() -> None:
     options = parser.parse_args()
     llm = LLM(
         options.model, quantization=options.quantization, enforce_eager=options.eager,
-        max_model_len=9000, kv_cache_memory_bytes=2 << 30,
+        max_model_len=9000, kv_cache_memory_bytes=2 << 30, speculative="off",
     )  # fmt: skip
     config = json.loads((Path(options.model) / "config.json").read_text())
     sizes = Sizes(config, options.quantization)

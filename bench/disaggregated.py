@@ -50,7 +50,8 @@ ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=Fa
 
 
 def engine(model: str, pools: tuple[int, int] | None, **flags: Any) -> AsyncLLM:
-    """One engine, or pools of prefill and decode replicas."""
+    """One engine, or pools of prefill and decode replicas. Nothing is drafted."""
+    flags = {"speculative": "off", **flags}
     if pools is None:
         return AsyncLLM(model, **flags)
     extra = {"cpu_bytes_to_use": flags.pop("cpu_bytes_to_use")}

@@ -272,7 +272,8 @@ def measured(folder: str) -> tuple[float, float, float]:
     from modulm import LLM
 
     llm = LLM(folder, cpu_threads=1, max_model_len=2048, max_num_seqs=ROWS,
-              max_num_batched_tokens=BUDGET, enable_prefix_caching=False)  # fmt: skip
+              max_num_batched_tokens=BUDGET, enable_prefix_caching=False,
+              speculative="off")  # fmt: skip
 
     def timed(rows: int, prompt: int, answer: int) -> float:
         params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)

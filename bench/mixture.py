@@ -97,6 +97,7 @@ def engine(folder: Path, quantization: str | None) -> Generate:
         max_num_seqs=1,
         kv_cache_memory_bytes=256 << 20,
         enable_prefix_caching=False,
+        speculative="off",
     )
 
     def generate(new: int) -> None:

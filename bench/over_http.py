@@ -25,7 +25,8 @@ OFFLINE = """
 import json, sys, time
 from modulm import LLM, SamplingParams
 model, output, prompts = json.load(sys.stdin)
-llm = LLM(model=model, kv_cache_memory_bytes=2 << 30, max_num_seqs=len(prompts))
+llm = LLM(model=model, kv_cache_memory_bytes=2 << 30, max_num_seqs=len(prompts),
+          speculative="off")
 params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
 llm.generate([{"prompt_token_ids": prompts[0][:8]}], params, use_tqdm=False)
 began = time.perf_counter()
@@ -73,6 +74,7 @@ def online(model: str, prompts: list[list[int]], output: int) -> float:
     port = free_port()
     command = [sys.executable, "-m", "modulm", "serve", model, "--port", str(port)]
     command += ["--kv-cache-memory-bytes", str(2 << 30), "--max-num-seqs", str(len(prompts))]
+    command += ["--speculative", "off"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         return asyncio.run(everybody(f"http://127.0.0.1:{port}", prompts, output))

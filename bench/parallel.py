@@ -34,6 +34,7 @@ def opened(folder: str, length: int = 2400, **flags: object) -> LLM:
         max_num_batched_tokens=2400,
         enable_prefix_caching=False,
         use_tqdm_on_load=False,
+        speculative="off",
         **flags,
     )
 

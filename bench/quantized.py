@@ -64,6 +64,7 @@ def engine(model: Path, length: int, streams: int = 1, **flags: Any) -> Generate
         max_num_batched_tokens=max(length, 2048),
         kv_cache_memory_bytes=512 << 20,
         enable_prefix_caching=False,
+        speculative="off",
         **flags,
     )
 

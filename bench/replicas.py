@@ -50,7 +50,8 @@ async def crowd(llm: AsyncLLM, label: str, salt: int) -> float:
 
 
 async def tokens(folder: str, rounds: int) -> None:
-    flags = {"max_model_len": 256, "max_num_seqs": STREAMS, "num_gpu_blocks_override": 200}
+    flags = {"max_model_len": 256, "max_num_seqs": STREAMS, "num_gpu_blocks_override": 200,
+             "speculative": "off"}  # fmt: skip
     one = AsyncLLM(folder, cpu_threads=2, **flags)
     two = AsyncLLM(folder, data_parallel_size=2, cpu_threads=1, **flags)
     found: dict[str, list[float]] = {"one": [], "two": []}

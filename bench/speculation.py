@@ -106,7 +106,7 @@ def work(name: str, folder: Path) -> None:
     import speculation  # this file, as the engine imports it
 
     table = engines(folder)[name]
-    flags = {"speculative_config": table} if table else {}
+    flags = {"speculative_config": table} if table else {"speculative": "off"}
     llm = LLM(str(folder / "target"), max_model_len=2048, **flags)
     scheduler = llm._core.loop.scheduler
     print("ready", flush=True)

@@ -1,20 +1,22 @@
-"""`--speculative auto` beside plain decoding, in five kinds of work.
+"""Drafts, as they are by default, beside plain decoding, in five kinds of work.
 
-    python bench/speculation_auto.py [--rounds 5] [--prompts 4] [--tokens 120] [--streams 1]
-                                     [--part demo|replay] [--folder FOLDER] [--json FILE]
+    python bench/speculation_auto.py [--rounds 5] [--prompts 2] [--tokens 400] [--streams 1]
+                                     [--part demo|replay|grammar] [--folder FOLDER] [--json FILE]
+                                     [--force]
 
 - `demo`: the embedded model answers held-out prompts of its recipe. Its steps take less than a
-  millisecond, so that this shows the highest share of the time that drafting itself costs.
-- `replay`: a model of random weights (58 million parameters) runs, and its tokens are replaced by
-  those of a prepared answer: an edited file of this repository, JSON extracted from a table, a
+  millisecond: by default it drafts nothing. With `--force`, it drafts as `--speculative auto` does.
+- `replay`: a model of random weights (145 million parameters) runs, and its tokens are replaced by
+  those of a prepared answer: an edited file of this repository, JSON extracted from tables, a
   summary that quotes, an unrelated page, a text in which each word is replaced. Steps, drafts and
   verification are real; only the choice of the token is not the model's.
+- `grammar`: replays of JSON with fixed keys, which a schema determines.
 
 Both engines are in one process and take turns, in changing order. Each round has a cache salt of
 its own, so that no answer is drafted from the same answer in an earlier round. For each kind:
-steps, accepted of drafted tokens, plain / auto of CPU seconds and of seconds (median and quartiles
-of the rounds), and whether all tokens are the same. On a loaded machine only steps and CPU seconds
-mean something.
+steps, accepted of drafted tokens, plain / drafts of CPU seconds, of seconds, and of seconds after
+the first token (median and quartiles of the rounds), and whether all tokens are the same. On a
+loaded machine only steps and CPU seconds mean something.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import argparse
 import json
 import random
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,6 +37,7 @@ import torch
 from transformers import AutoTokenizer
 
 from modulm import LLM, SamplingParams
+from modulm.contracts.sampling import StructuredOutputs
 from modulm.engine.sampling.sampler import Chosen
 from modulm.testing.checkpoints import make_tiny
 from modulm_demo import Demo
@@ -46,11 +50,23 @@ DEMO = {
     "translation": "translation",
 }  # fmt: skip
 SHAPE = {
-    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
     "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 
+FIELDS = ("origin", "destination", "travel_day", "passenger_name", "seat_preference")
+RECORD = {
+    "type": "object",
+    "properties": {name: {"type": "string", "maxLength": 12} for name in FIELDS},
+    "required": FIELDS,
+    "additionalProperties": False,
+}
+
+#: A row of a table of flags in docs/config.md.
+FLAG = re.compile(
+    r"^\| `(?P<flag>--[a-z-]+)[^|]* \| (?P<default>[^|]*) \| (?P<help>[^|]*) \|$", re.M
+)
 #: A prompt and, in a replay, its answer.
 Pair = tuple[list[int], list[int]]
 
@@ -59,34 +75,58 @@ def replays(encode: Any, count: int, tokens: int) -> Iterator[tuple[str, list[Pa
     """Yield each kind of work with its pairs."""
     draw = random.Random(0)
     code = sorted((ROOT / "core/libs/speculation/modulm_speculation").glob("*.py"))
+    code = [file for file in code if len(file.read_text()) > 3 * tokens]
     pages = sorted((ROOT / "docs").glob("*.md"))
     texts: dict[str, list[tuple[str, str]]] = {}
     for index in range(count):
         file, page, other = code[index % len(code)].read_text(), pages[index], pages[-1 - index]
-        passage = page.read_text()[600:3000]
+        file = file[-4 * tokens :]
+        passage = page.read_text()[600 : 600 + 4 * tokens]
         sentences = re.findall(r"[A-Z][^.|`]{40,160}\.", page.read_text()) or [passage]
         rows = [
             (draw.choice(["Lima", "Oslo", "Kyoto"]), draw.randrange(1000, 9999), draw.random())
-            for _ in range(30)
+            for _ in range(max(30, tokens // 12))
         ]
         table = "\n".join(
             f"{city} order {number} total {price:.2f}" for city, number, price in rows
         )
-        records = [
+        numbers = [
             {"city": city, "order": number, "total": f"{price:.2f}"} for city, number, price in rows
         ]
-        quoted = " ".join(f"The page says: {each} That matters here." for each in sentences[:8])
+        flags = list(FLAG.finditer((ROOT / "docs/config.md").read_text()))[index * tokens // 25 :]
+        flags = flags[: max(10, tokens // 25)]
+        records = [each.groupdict() for each in flags]
+        quoted = " ".join(f"The page says: {each} That matters here." for each in sentences)
         each = {
-            "chat": ("How does this work?", other.read_text()[500:3000]),
+            "chat": ("How does this work?", other.read_text()[500 : 500 + 4 * tokens]),
             "edits": (f"Rename self to this.\n{file}", file.replace("self", "this")),
-            "extraction": (f"As JSON:\n{table}", json.dumps(records)),
-            "summaries": (f"Summarize with quotes.\n{passage}", quoted),
+            "extraction": (
+                "As JSON:\n" + "\n".join(each.group() for each in flags),
+                json.dumps(records),
+            ),
+            "extraction of numbers": (f"As JSON:\n{table}", json.dumps(numbers)),
+            "summaries": (f"Summarize with quotes.\n{page.read_text()[:12000]}", quoted),
             "translation": (f"Translate.\n{passage}", _translated(passage)),
         }
         for kind, pair in each.items():
             texts.setdefault(kind, []).append(pair)
     for kind, pairs in texts.items():
-        yield kind, [(encode(p)[-1500:], encode(a)[: tokens + 1]) for p, a in pairs]
+        yield kind, [(encode(p)[-3000:], encode(a)[: tokens + 1]) for p, a in pairs]
+
+
+def records(encode: Any, count: int) -> list[Pair]:
+    """Return short prompts with JSON in the form of `RECORD`."""
+    draw = random.Random(0)
+    values = [
+        ("Lima", "Oslo", "Kyoto"), ("Rome", "Quito", "Cairo"),
+        ("2026-01-02", "2026-11-28", "2027-05-14"), ("Nora Vale", "Ada Brink", "Tom Reed"),
+        ("window", "aisle", "none"),
+    ]  # fmt: skip
+    pairs = []
+    for index in range(count):
+        record = {name: draw.choice(some) for name, some in zip(FIELDS, values, strict=True)}
+        pairs.append((encode(f"Booking {index} as JSON."), [*encode(json.dumps(record)), 2]))
+    return pairs
 
 
 def _translated(text: str) -> str:
@@ -107,6 +147,7 @@ class Replay:
         self.answers: dict[tuple[int, ...], list[int]] = {}
         self._rows: dict[int, list[int]] = {}
         self._sampler, self._admit = runner.sampler, runner.sampler.admit
+        self._sample = runner.sampler.sample
         self._sampler.admit, self._sampler.sample = self.admit, self.sample
 
     def admit(self, start: Any, *more: Any) -> None:
@@ -115,29 +156,31 @@ class Replay:
         self._admit(start, *more)
 
     def sample(self, rows: np.ndarray, positions: np.ndarray, logits: torch.Tensor) -> Chosen:
-        self._sampler.ops.argmax(logits)  # what a greedy step costs
         texts = (self._rows[row] for row in rows.tolist())
         tokens = [
             text[at] if at < len(text) else 3
             for text, at in zip(texts, positions.tolist(), strict=True)
         ]
-        chosen = torch.tensor(tokens, dtype=torch.int64)
-        return Chosen(chosen, self._sampler._platform.fetch((chosen,)), logits)
+        logits[torch.arange(len(tokens)), torch.tensor(tokens)] = 1e4
+        return self._sample(rows, positions, logits)
 
 
 def answer(llm: LLM, prompts: Sequence[Any], params: SamplingParams, streams: int) -> Any:
-    """Return tokens, (verified, accepted) drafts, steps, CPU seconds and seconds."""
-    tokens, drafts, gauges = [], [0, 0], llm._core.loop.scheduler.gauges
+    """Return tokens, (verified, accepted) drafts, steps, CPU seconds, seconds, and those after the
+    first tokens.
+    """
+    tokens, drafts, gauges, decoding = [], [0, 0], llm._core.loop.scheduler.gauges, 0.0
     steps, cpu, began = gauges().step, time.process_time(), time.perf_counter()
     for at in range(0, len(prompts), streams):
         for output in llm.generate(prompts[at : at + streams], params, use_tqdm=False):
             tokens.append(list(output.outputs[0].token_ids))
+            decoding += output.metrics.last_token_time - output.metrics.first_token_time
             metrics = output.outputs[0].spec_decode_metrics
             for verified, accepted in metrics.steps if metrics else ():
                 drafts[0] += verified
                 drafts[1] += accepted
     used = time.process_time() - cpu, time.perf_counter() - began
-    return tokens, drafts, gauges().step - steps, *used
+    return tokens, drafts, gauges().step - steps, *used, decoding
 
 
 def compare(
@@ -145,7 +188,7 @@ def compare(
     rounds: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Let both engines answer in turns; return the figures of a kind of work."""
-    ratios: list[tuple[float, float]] = []
+    ratios: list[tuple[float, ...]] = []
     results: dict[str, Any] = {}
     for turn in range(rounds + 1):
         for name in sorted(engines, reverse=bool(turn % 2)):
@@ -153,24 +196,25 @@ def compare(
             results[name] = answer(engines[name], salted, params, streams)
         plain, auto = results["plain"], results["auto"]
         if turn:
-            ratios.append((plain[3] / auto[3], plain[4] / auto[4]))
+            ratios.append(tuple(plain[at] / auto[at] for at in (3, 4, 5)))
     quartiles = np.percentile(np.array(ratios), [25, 50, 75], axis=0).round(3).T.tolist()
     return {
         "tokens": sum(map(len, plain[0])), "same": plain[0] == auto[0], "steps": plain[2],
         "steps_auto": auto[2], "drafted": auto[1][0], "accepted": auto[1][1],
-        "cpu": quartiles[0], "seconds": quartiles[1],
+        "cpu": quartiles[0], "seconds": quartiles[1], "decoding": quartiles[2],
     }  # fmt: skip
 
 
 def work(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run the measurements and yield their figures."""
-    common = {"max_model_len": 2048, "enable_prefix_caching": False, "max_num_seqs": 32}
-    variants = {"plain": {}, "auto": {"speculative": "auto"}}
+    common = {"max_model_len": 4096, "enable_prefix_caching": False, "max_num_seqs": 32}
+    drafts = {"speculative": "auto"} if arguments.force else {}
+    variants = {"plain": {"speculative": "off"}, "auto": drafts}
     params = SamplingParams(temperature=0, max_tokens=arguments.tokens)
     tokenizer = AutoTokenizer.from_pretrained(Demo.source())
     if "demo" in arguments.part:
         engines = {
-            name: stack.enter_context(LLM("demo", **common, **more))
+            name: stack.enter_context(LLM("demo", **{**common, "max_model_len": 2048}, **more))
             for name, more in variants.items()
         }
         for kind, category in DEMO.items():
@@ -183,30 +227,40 @@ def work(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[str,
             ]  # fmt: skip
             figures = compare(engines, prompts, params, arguments.streams, arguments.rounds)
             yield f"demo, {kind}", figures
-    if "replay" in arguments.part:
+    if {"replay", "grammar"} & set(arguments.part):
         folder = arguments.folder / "replayed"
         if not (folder / "config.json").exists():
             make_tiny(folder, "Qwen3ForCausalLM", dtype="bfloat16", **SHAPE)
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                shutil.copyfile(Path(Demo.source()) / name, folder / name)
         engines = {
             name: stack.enter_context(LLM(str(folder), **common, **more))
             for name, more in variants.items()
         }
         replay = {name: Replay(llm) for name, llm in engines.items()}
         params = params.with_(ignore_eos=True)
-        for kind, pairs in replays(tokenizer.encode, arguments.prompts, arguments.tokens):
-            for each in replay.values():
-                each.answers = {tuple(prompt): answer for prompt, answer in pairs}
+        kinds: list[tuple[str, list[Pair], SamplingParams]] = []
+        if "grammar" in arguments.part:
+            constraint = StructuredOutputs(json=RECORD, disable_any_whitespace=True)
+            limited = params.with_(structured_outputs=constraint, ignore_eos=False)
+            kinds.append(("grammar", records(tokenizer.encode, 8 * arguments.prompts), limited))
+        if "replay" in arguments.part:
+            found = replays(tokenizer.encode, arguments.prompts, arguments.tokens)
+            kinds += [(f"replay, {kind}", pairs, params) for kind, pairs in found]
+        for kind, pairs, each in kinds:
+            for one in replay.values():
+                one.answers = {tuple(prompt): answer for prompt, answer in pairs}
             prompts = [{"prompt_token_ids": prompt} for prompt, _ in pairs]
-            figures = compare(engines, prompts, params, arguments.streams, arguments.rounds)
-            yield f"replay, {kind}", figures
+            yield kind, compare(engines, prompts, each, arguments.streams, arguments.rounds)
 
 
 def line(kind: str, figures: Mapping[str, Any]) -> str:
     """Return a line of the table."""
-    ratios = ["{1:.2f} ({0:.2f} to {2:.2f})".format(*figures[key]) for key in ("cpu", "seconds")]
+    keys = ("cpu", "seconds", "decoding")
+    ratios = ["{1:.2f} ({0:.2f} to {2:.2f})".format(*figures[key]) for key in keys]
     return (
         f"| {kind} | {figures['tokens']} | {figures['steps']} | {figures['steps_auto']} | "
-        f"{figures['accepted']} / {figures['drafted']} | {ratios[0]} | {ratios[1]} | "
+        f"{figures['accepted']} / {figures['drafted']} | {' | '.join(ratios)} | "
         f"{'yes' if figures['same'] else 'NO'} |"
     )
 
@@ -214,28 +268,24 @@ def line(kind: str, figures: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--part", nargs="+", default=["demo", "replay"])
+    parser.add_argument("--part", nargs="+", default=["demo", "grammar", "replay"])
     parser.add_argument("--folder", type=Path, default=Path("/tmp/modulm-speculation-auto"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--force", action="store_true")
     arguments = parser.parse_args()
     table = {}
-    print("| work | tokens | steps | with auto | accepted / drafted | CPU | seconds | same |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| work | tokens | steps | with drafts | accepted / drafted | CPU | seconds "
+        "| after the first token | same |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     with ExitStack() as stack:
         for kind, figures in work(arguments, stack):
             table[kind] = figures
-            ratios = [
-                "{1:.2f} ({0:.2f} to {2:.2f})".format(*figures[key]) for key in ("cpu", "seconds")
-            ]
-            print(
-                f"| {kind} | {figures['tokens']} | {figures['steps']} | {figures['steps_auto']} | "
-                f"{figures['accepted']} / {figures['drafted']} | {ratios[0]} | {ratios[1]} | "
-                f"{'yes' if figures['same'] else 'NO'} |",
-                flush=True,
-            )
+            print(line(kind, figures), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(table, indent=1))
 

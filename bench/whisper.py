@@ -67,7 +67,8 @@ def ours(
         if counts != {tokens}:
             raise SystemExit(f"answers have {counts} tokens, not {tokens}")
 
-    settings = {"device": "cpu", "dtype": "bfloat16", "quantization": quantization}
+    settings = {"device": "cpu", "dtype": "bfloat16", "quantization": quantization,
+                "speculative": "off"}  # fmt: skip
     with modulm.LLM(str(folder), **settings) as llm:
         return best(runs, ask)
 

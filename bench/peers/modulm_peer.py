@@ -14,6 +14,7 @@ def load(checkpoint: str, weights: str) -> Engine:
         max_num_seqs=MOST,
         max_num_batched_tokens=LONGEST,
         kv_cache_memory_bytes=2 << 30,
+        speculative="off",
     )
 
     def generate(prompts: list[list[int]], new: int) -> None:

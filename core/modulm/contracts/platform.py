@@ -152,6 +152,8 @@ class Platform(ABC):
     #: Defaults of --max-num-batched-tokens and --max-num-seqs, for (offline, server).
     batched_tokens: ClassVar[tuple[int, int]] = (8192, 2048)
     sequences: ClassVar[tuple[int, int]] = (256, 256)
+    #: Whether tokens are drafted by default (--speculative auto), because it was measured to pay.
+    drafts: ClassVar[bool] = False
     #: Default of --block-size in tokens, unless the attention backend requires another.
     block_size: ClassVar[int] = 16
 

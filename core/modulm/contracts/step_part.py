@@ -478,7 +478,8 @@ class PartRunner:
     attention backends of those caches, unless they use a layer's. layers: indices of layers whose
     hidden states `RanStep.layers` holds. drafts: maximum drafted tokens per row and step. ahead:
     tokens after a step's last one that rows should have blocks for. every: call `after` also for
-    steps without new tokens. tokenless: rows that never produce tokens.
+    steps without new tokens. tokenless: rows that never produce tokens. sampled_only: `after` reads
+    no hidden states of tokens that are not sampled, so that the model may leave them out.
     """
 
     caches: Sequence[CacheSpec] = ()
@@ -488,6 +489,7 @@ class PartRunner:
     ahead: int = 0
     every: bool = False
     tokenless: Collection[int] = ()
+    sampled_only: bool = False
 
     def capacity(self) -> Mapping[str, Any]:
         """Return plain values for the planner (`PlannerContext.values`)."""

@@ -134,7 +134,7 @@ def test_a_time_between_two_that_are_known() -> None:
 
     assert of(3) == 0
     times.add(1, 1.0)
-    assert of(9) == 1.0
+    assert of(9) == pytest.approx(1.8)  # optimistic: little more for each further token
     times.add(2, 1.25)
     times.add(5, 2.0)
     assert of(3) == 1.5
@@ -150,7 +150,7 @@ def test_a_slow_step_is_forgotten_in_time() -> None:
     times.add(3, 50.0)
     for _ in range(3000):
         times.add(1, 1.0)
-    assert times.of(np.array([3])).tolist() == [1.0]
+    assert times.of(np.array([3])).tolist() == pytest.approx([1.2])
 
 
 class Rested(Cheap):

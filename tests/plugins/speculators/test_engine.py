@@ -13,7 +13,8 @@ from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm.plugins.defaults import choose_model
 from modulm_frontend.validation import problem
-from modulm_speculation.automatic import choose_speculator
+from modulm_platform_cpu.platform import CpuPlatform
+from modulm_speculation.automatic import LEAST, choose_speculator
 from modulm_speculation.step.part import DraftsPart
 
 FIXED = {"adaptive": False, "num_speculative_tokens": 4}
@@ -89,7 +90,8 @@ def test_text_that_a_grammar_determines_takes_few_steps(backend) -> None:
 @pytest.mark.parametrize(
     ("flags", "winner", "reason"),
     [
-        ({}, None, None),
+        ({}, None, "the default on cpu: off for weights of"),
+        ({"speculative": "off"}, None, None),
         ({"speculative": "auto"}, "suffix", "--speculative auto"),
         ({"speculative": "auto", "spec_method": "ngram"}, "ngram", "set by --spec-method"),
         ({"speculative": "auto", "batch_invariant": True}, None, "one by one"),
@@ -111,11 +113,47 @@ def test_auto_leaves_recurrent_states_alone() -> None:
     config, plugins = EngineConfig().with_(model="demo", speculative="auto"), manager.current()
     checkpoint = open_checkpoint(config, plugins)
     family = choose_model(plugins, checkpoint.architectures, checkpoint.config).driver
-    decision, _ = choose_speculator(config, checkpoint, family, plugins, recurrent=True)
+    decision, _ = choose_speculator(
+        config,
+        checkpoint,
+        family,
+        plugins,
+        platform=CpuPlatform,
+        weight_bytes=0,
+        recurrent=True,
+    )
     assert decision.winner is None
     reasons = {verdict.name: verdict.reason for verdict in decision.candidates}
     assert "copy of the recurrent states" in reasons["suffix"]
     assert "no MTP layer" in reasons["mtp"]
+
+
+class Elsewhere(CpuPlatform):
+    """A platform on which drafts have not been measured."""
+
+    name = "elsewhere"
+    drafts = False
+
+
+@pytest.mark.parametrize(
+    ("flags", "platform", "weights", "winner"),
+    [
+        ({}, CpuPlatform, LEAST, "suffix"),
+        ({}, CpuPlatform, LEAST - 1, None),
+        ({}, Elsewhere, LEAST, None),
+        ({"async_scheduling": True}, CpuPlatform, LEAST, None),
+        ({"speculative": "auto"}, Elsewhere, 1, "suffix"),
+        ({"speculative": "off"}, CpuPlatform, LEAST, None),
+    ],
+)
+def test_where_it_is_the_default(flags, platform, weights, winner) -> None:
+    config, plugins = EngineConfig().with_(model="demo", **flags), manager.current()
+    checkpoint = open_checkpoint(config, plugins)
+    family = choose_model(plugins, checkpoint.architectures, checkpoint.config).driver
+    decision, _ = choose_speculator(
+        config, checkpoint, family, plugins, platform=platform, weight_bytes=weights
+    )
+    assert decision.winner == winner
 
 
 def test_how_much_is_drafted_changes_no_answer() -> None:

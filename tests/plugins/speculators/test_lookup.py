@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from modulm.contracts.drafter import Drafter, DraftStep
 from modulm.errors import ConfigError
 from modulm_speculator_ngram.speculator import Ngram, NgramOptions, lookup
-from modulm_speculator_suffix.speculator import Answers, Suffix, SuffixOptions, follow
+from modulm_speculator_suffix.speculator import Answers, Suffix, SuffixOptions
 
 
 def step(*histories: list[int], most: int = 4, rows: list[int] | None = None) -> DraftStep:
@@ -103,6 +103,16 @@ def test_a_row_that_starts_again_has_its_text_again() -> None:
     assert proposed(suffix, [1, 2, 3, 1, 2], rows=[3]) == first
 
 
+def test_drafts_end_where_an_answer_ended() -> None:
+    suffix = Suffix(SuffixOptions(suffix_decoding_max_spec_factor=2))
+    for answer in ([5, 6, 7], [5, 6, 7], [1, 2]):
+        suffix.admit(0, 1, None)
+        suffix.propose(step([0, *answer]))
+        suffix.release(0)
+    suffix.admit(0, 1, None)
+    assert proposed(suffix, [0, 5, 6]) == [[7]]
+
+
 def test_old_answers_go() -> None:
     suffix = Suffix(SuffixOptions(suffix_decoding_max_cached_requests=3))
     for answer in range(20):
@@ -121,11 +131,59 @@ def test_places_end_like_the_text(tokens, split) -> None:
     text = Answers()
     text.extend(tokens[:split])
     text.extend(tokens[split:])
-    all_tokens, positions, length = text.places(np.array(tokens))
-    for index in positions.tolist():
-        assert all_tokens[index - length + 1 : index + 1].tolist() == tokens[-length:]
-        assert index < len(all_tokens) - 1
-    assert len(follow(all_tokens, positions, 4, 0.0)) <= 4
+    positions, length = text.places(tokens)
+    pairs = [end for end in range(2, len(tokens)) if tokens[end - 2 : end] == tokens[-2:]]
+    assert bool(len(positions)) == bool(pairs)
+    for end in positions.tolist():
+        assert tokens[end - length : end] == tokens[-length:]
+        assert end < len(tokens)
+    for end in pairs:
+        assert end in positions or tokens[end - length : end] != tokens[-length:]
+    if len(positions):
+        drafts, place = text.follow(positions, 4, 0.0)
+        assert 0 < len(drafts) <= 4
+        assert place in positions
+
+
+def drafts_per_step(suffix: Suffix, prompt: list[int], answer: list[int]) -> list[list[int]]:
+    """The drafts of each step of a row that gives `answer`, until it has ended."""
+    suffix.admit(0, len(prompt), None)
+    known, drafts = [*prompt, answer[0]], []
+    whole = [*prompt, *answer]
+    while len(known) < len(whole):
+        (draft,) = proposed(suffix, known, most=8)
+        drafts.append(draft)
+        right = 0
+        while right < len(draft) and whole[len(known) : len(known) + 1] == [draft[right]]:
+            known.append(draft[right])
+            right += 1
+        known += whole[len(known) : len(known) + 1]
+    suffix.release(0)
+    return drafts
+
+
+def test_a_copy_goes_on_behind_what_is_changed() -> None:
+    text = list(range(100, 160))
+    edited = [*text[:20], 7, *text[21:40], 8, 9, *text[41:50], *text[53:]]  # 1 for 1, 2 for 1, cut
+    suffix = Suffix(SuffixOptions(suffix_decoding_max_spec_factor=4))
+    drafts = drafts_per_step(suffix, text, edited)
+    assert text[21:29] in drafts, "drafted at once behind the token that was replaced"
+    assert len(drafts) <= 16
+
+
+def test_text_that_repeats_is_drafted_whole() -> None:
+    suffix = Suffix(SuffixOptions(suffix_decoding_max_spec_factor=4))
+    drafts = drafts_per_step(suffix, [1, 2, 3], [1, 2, 3] * 20)
+    assert drafts[-2] == [*drafts[-2][:3]] * 2 + drafts[-2][:2]
+
+
+def test_classes_are_by_the_length_of_the_match() -> None:
+    suffix = Suffix(SuffixOptions())
+    suffix.admit(0, 12, None)
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    for end, expected in ((2, 0), (3, 1), (4, 1), (5, 2), (9, 3)):
+        suffix.propose(step([*text, *text[:end]]))
+        assert suffix.classes_of_drafts() == [expected]
 
 
 @pytest.mark.parametrize(

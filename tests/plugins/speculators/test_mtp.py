@@ -52,6 +52,7 @@ from modulm.plugins.defaults import choose_model
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.oracles import write_tiny
 from modulm_pangu.oracle import AsDeepseekV3, add_norms
+from modulm_platform_cpu.platform import CpuPlatform
 from modulm_speculation.automatic import choose_speculator
 from modulm_speculation.chain import ends_of
 from modulm_speculator_mtp.speculator import Mtp
@@ -446,7 +447,8 @@ def test_auto_uses_the_layer_if_the_files_have_it(draft_layer, tmp_path) -> None
         config = EngineConfig().with_(model=folder, speculative="auto")
         checkpoint = open_checkpoint(config, plugins)
         family = choose_model(plugins, checkpoint.architectures, checkpoint.config).driver
-        decisions.append(choose_speculator(config, checkpoint, family, plugins)[0])
+        size = {"platform": CpuPlatform, "weight_bytes": 0}
+        decisions.append(choose_speculator(config, checkpoint, family, plugins, **size)[0])
     assert [decision.winner for decision in decisions] == ["mtp", "suffix"]
     reasons = {verdict.name: verdict.reason for verdict in decisions[1].candidates}
     assert reasons["mtp"] == "the checkpoint has no weights of mtp.fc"

@@ -30,16 +30,17 @@ __all__ = ["Adaptive", "Rests", "StepTimes"]
 
 #: Weight of new values in moving averages.
 _NEW = 0.2
-#: Weight of the acceptance rate of all rows in that of one row, in drafted tokens.
-_PRIOR = 4.0
-#: Initial acceptance rate.
-_GUESS = 0.6
+#: Weight of the acceptance rates of all rows in those of one row, in drafted tokens.
+_PRIOR = 3.0
+#: Initial acceptance rate, and its weight in drafts; share of a class's counts that is forgotten
+#: with each proposal.
+_GUESS, _WEIGHT, _FORGOTTEN = 0.6, 0.5, 0.1
 #: Steps without drafts until a drafter that is not cheap is tried again.
 _PAUSE = 64
 #: Steps that took this many times the usual time are ignored.
 _OUTLIER = 4.0
 #: Share of a step's time from which on looking for drafts is noticeable.
-_NOTICEABLE = 0.005
+_NOTICEABLE = 0.01
 #: Steps with a search after which is decided whether to rest.
 _WINDOW = 12
 #: Windows in which drafting is faster after which plain steps are measured again.
@@ -47,6 +48,8 @@ _AGAIN = 16
 #: Lengths of the first and of the longest rest, in steps.
 _SHORT, _LONG = 4, 256
 _NOTHING = np.zeros(0, dtype=np.int64)
+#: Share of the time of the largest measured step that each further token is taken to cost.
+_FURTHER = 0.1
 #: A size that did not run in this many steps may be forgotten, after twice as many it is.
 _AGE = 1024
 
@@ -55,39 +58,39 @@ class StepTimes:
     """Step times in seconds by number of tokens, interpolated between measurements.
 
     Outside the measured range estimates are optimistic, so that the size is tried: time is
-    proportional for fewer tokens, constant for more. Old measurements are dropped for the same
-    reason: one slow step must not rule out a size forever.
+    proportional for fewer tokens, and each further one costs a small share of a step. Old
+    measurements are dropped for the same reason: one slow step must not rule out a size forever.
     """
 
     def __init__(self) -> None:
-        self._sizes = np.zeros(0, dtype=np.int64)
-        self._times = np.zeros(0)
-        self._last = np.zeros(0, dtype=np.int64)
+        # By size: the time, and the step in which it was last measured.
+        self._times: dict[int, float] = {}
+        self._last: dict[int, int] = {}
+        self._sorted: tuple[np.ndarray, np.ndarray] | None = None
         self._count = 0
 
     def add(self, tokens: int, seconds: float) -> None:
         """Record the time of a step."""
         self._count += 1
-        at = int(self._sizes.searchsorted(tokens))
-        if at == len(self._sizes) or self._sizes[at] != tokens:
-            self._sizes = np.insert(self._sizes, at, tokens)
-            self._times = np.insert(self._times, at, seconds)
-            self._last = np.insert(self._last, at, self._count)
-        else:
-            known = float(self._times[at])
-            self._times[at] += _NEW * (min(seconds, _OUTLIER * known) - known)
-            self._last[at] = self._count
+        known = self._times.get(tokens, seconds)
+        self._times[tokens] = known + _NEW * (min(seconds, _OUTLIER * known) - known)
+        self._last[tokens] = self._count
+        self._sorted = None
         if self._count % _AGE == 0:
-            recent = self._last > self._count - _AGE
-            self._sizes, self._times = self._sizes[recent], self._times[recent]
-            self._last = self._last[recent]
+            old = [size for size, last in self._last.items() if last <= self._count - _AGE]
+            for size in old:
+                del self._times[size], self._last[size]
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
         """Estimate the times of steps of these many tokens: [n]; 0 without measurements."""
-        if not len(self._sizes):
+        if not self._times:
             return np.zeros(len(tokens))
-        share = np.minimum(tokens / self._sizes[0], 1.0)
-        estimates: np.ndarray = share * np.interp(tokens, self._sizes, self._times)
+        if self._sorted is None:
+            known = sorted(self._times.items())
+            self._sorted = np.array([size for size, _ in known]), np.array([t for _, t in known])
+        sizes, times = self._sorted
+        share = np.minimum(tokens / sizes[0], 1.0) + _FURTHER * np.maximum(tokens - sizes[-1], 0)
+        estimates: np.ndarray = share * np.interp(tokens, sizes, times)
         return estimates
 
 
@@ -140,12 +143,41 @@ class Rests:
 
 
 class _Row:
-    """A row's last proposal, and its counts of accepted drafts."""
+    """A row's last proposal and its class; how many of its drafts were accepted, and how many were
+    expected to be.
+    """
 
     def __init__(self) -> None:
-        self.length = 0
-        self.proposed = np.zeros(0, dtype=np.int64)
-        self.right = self.tried = 0.0
+        self.length = self.drawn = 0
+        self.proposed = _NOTHING
+        self.right = self.expected = 0.0
+
+
+class _Rates:
+    """How often drafts of one class are accepted, by index, if those before were."""
+
+    def __init__(self, most: int) -> None:
+        # Accepted drafts, and those that were compared.
+        self._right, self._tried = np.zeros(most), np.zeros(most)
+        self._rates = np.full(most, _GUESS)
+
+    def add(self, right: int, tried: int) -> None:
+        """Count a proposal of which the first `right` of `tried` drafts were accepted."""
+        self._right *= 1 - _FORGOTTEN
+        self._tried *= 1 - _FORGOTTEN
+        self._right[:right] += 1
+        self._tried[:tried] += 1
+        rate, rates = _GUESS, []
+        for accepted, compared in zip(self._right.tolist(), self._tried.tolist(), strict=True):
+            rate = (accepted + _WEIGHT * rate) / (compared + _WEIGHT)
+            rates.append(rate)
+        self._rates = np.array(rates)
+
+    def of(self, count: int) -> np.ndarray:
+        """Return the rates of the first drafts: [count]. A draft that was seldom compared has that
+        of the draft before it.
+        """
+        return self._rates[:count]
 
 
 class Adaptive(Drafter):
@@ -162,8 +194,10 @@ class Adaptive(Drafter):
         self.most = speculator.most
         self.times = StepTimes()
         self._rows: dict[int, _Row] = {}
-        # By index in a proposal, over all rows: accepted drafts, and drafts that were compared.
-        self._right, self._tried = np.zeros(self.most), np.zeros(self.most)
+        classes = speculator.classes if isinstance(speculator, Speculator) else 1
+        self._rates = [_Rates(self.most) for _ in range(classes)]
+        #: Sizes of steps that have run: the first of a size, which may be recorded, is not timed.
+        self._sizes = set[int]()
         self._began: float | None = None
         self._last: tuple[int, ...] = ()
         self._idle = 0
@@ -218,6 +252,9 @@ class Adaptive(Drafter):
                 for row in rows:
                     row.proposed = _NOTHING
                 return proposed
+            if len(self._rates) > 1 and isinstance(self.speculator, Speculator):
+                for row, drawn in zip(rows, self.speculator.classes_of_drafts(), strict=True):
+                    row.drawn = drawn
             limits = self._limits(rows, [len(each) for each in proposed])
         else:
             limits = self._limits(rows, step.most)
@@ -231,7 +268,10 @@ class Adaptive(Drafter):
         now, rows = self._clock(), tuple(step.rows)
         known = sum(map(len, step.histories))
         if self._began is not None and rows == self._last:
-            self.times.add(len(step.batch.tokens), now - self._began)
+            size = len(step.batch.tokens)
+            if size in self._sizes:
+                self.times.add(size, now - self._began)
+            self._sizes.add(size)
             self._rests.add(len(rows), known - self._known, now - self._began)
         self._began, self._last, self._known = now, rows, known
         return now
@@ -244,12 +284,10 @@ class Adaptive(Drafter):
         same = came == row.proposed[: len(came)]
         right = len(came) if same.all() else int(same.argmin())
         tried = min(right + 1, len(came))
+        rates = self._rates[row.drawn]
         row.right += right - _NEW * row.right
-        row.tried += tried - _NEW * row.tried
-        self._right -= _NEW * self._right
-        self._tried -= _NEW * self._tried
-        self._right[:right] += 1
-        self._tried[:tried] += 1
+        row.expected += float(rates.of(tried).sum()) - _NEW * row.expected
+        rates.add(right, tried)
 
     def _limits(self, rows: Sequence[_Row], lengths: Sequence[int]) -> list[int]:
         """Return how many tokens to draft for each row. lengths: maximum of each row.
@@ -260,18 +298,34 @@ class Adaptive(Drafter):
         most = max(lengths)
         if not most:
             return [0] * len(rows)
-        usual = (self._right[:most] + _GUESS) / (self._tried[:most] + 1)
-        mean = (self._right.sum() + _GUESS) / (self._tried.sum() + 1)
-        rates = [(row.right + _PRIOR * mean) / (row.tried + _PRIOR) for row in rows]
-        chances = np.minimum(np.outer(np.array(rates) / mean, usual), 1.0).cumprod(axis=1)
+        if len(rows) == 1:
+            gains = self._chances(rows[0], most).cumsum()
+            return self._or_again([self._best(1, gains)], lengths)
+        chances = np.array([self._chances(row, most) for row in rows])
         chances[np.arange(most) >= np.asarray(lengths)[:, None]] = -1.0
         # A row's chances never increase, and equal ones stay in order.
         order = np.argsort(-chances, axis=None, kind="stable")[: sum(lengths)]
-        expected = len(rows) + np.append(0.0, chances.ravel()[order].cumsum())
-        seconds = self.times.of(len(rows) + np.arange(len(order) + 1))
-        best = int((expected / np.maximum(seconds, 1e-9)).argmax())
+        best = self._best(len(rows), chances.ravel()[order].cumsum())
         limits: list[int] = np.bincount(order[:best] // most, minlength=len(rows)).tolist()
-        if best or self._cheap:
+        return self._or_again(limits, lengths)
+
+    def _chances(self, row: _Row, count: int) -> np.ndarray:
+        """Return the chances of a row's drafts to be accepted: [count], never increasing."""
+        share = (row.right + _PRIOR) / (row.expected + _PRIOR)
+        return np.minimum(self._rates[row.drawn].of(count) * share, 1.0).cumprod()
+
+    def _best(self, rows: int, gains: np.ndarray) -> int:
+        """Return how many drafts give the most tokens per second. gains: accepted tokens with 1, 2
+        ... drafts.
+        """
+        expected = np.full(len(gains) + 1, float(rows))
+        expected[1:] += gains
+        seconds = self.times.of(np.arange(rows, rows + len(expected)))
+        return int((expected / np.maximum(seconds, 1e-9)).argmax())
+
+    def _or_again(self, limits: list[int], lengths: Sequence[int]) -> list[int]:
+        """Return the limits, or at times 1 if there was none for long."""
+        if self._cheap or any(limits):
             self._idle = 0
             return limits
         self._idle += 1

@@ -1,23 +1,29 @@
-"""Which speculator `--speculative auto` uses for a model."""
+"""Which speculator `--speculative auto` uses for a model, and where that is the default."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.decision import Decision, Verdict
 from modulm.errors import PluginError
+from modulm_speculation.flags import SpeculationConfig
 from modulm_speculation.speculator import Speculator
 
 if TYPE_CHECKING:
     from modulm.contracts.checkpoint import Checkpoint
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import Model
+    from modulm.contracts.platform import Platform
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["SUBJECT", "choose_speculator"]
+__all__ = ["LEAST", "SUBJECT", "choose_speculator", "off_by_default", "stored_bytes"]
 
 SUBJECT = "speculative decoding"
+#: Weights from which on tokens are drafted by default: the steps of smaller models take so little
+#: time that looking for drafts is noticeable.
+LEAST = 256 << 20
 
 
 def choose_speculator(
@@ -26,16 +32,24 @@ def choose_speculator(
     family: type[Model],
     plugins: PluginManager,
     *,
+    platform: type[Platform] | Platform,
+    weight_bytes: int,
     recurrent: bool = False,
 ) -> tuple[Decision, Mapping[str, Any]]:
     """Return the decision, whose winner may be None, and the options of the winner.
 
-    config: resolved. family: class of the model. recurrent: whether the model has recurrent states,
-    which is known once it is loaded.
+    config: resolved. family: class of the model. weight_bytes: of the model, 0 if unknown.
+    recurrent: whether the model has recurrent states, which is known once it is loaded.
     """
+    flag = config.group(SpeculationConfig).speculative
+    if flag == "off":
+        return Decision(SUBJECT, (), None, "--speculative off"), {}
+    why = f"--speculative {flag}" if flag else f"the default on {platform.name}"
     reason = _unsuitable(config, family)
+    if reason is None and flag is None:
+        reason = off_by_default(config, platform, weight_bytes)
     if reason is not None:
-        return Decision(SUBJECT, (), None, f"--speculative auto: {reason}"), {}
+        return Decision(SUBJECT, (), None, f"{why}: {reason}"), {}
     verdicts, suitable = [], []
     for declared in plugins.names("speculators"):
         try:
@@ -56,9 +70,29 @@ def choose_speculator(
             verdicts.append(Verdict(declared.name))
             suitable.append((driver.preference, declared.name, options))
     if not suitable:
-        return Decision(SUBJECT, tuple(verdicts), None, "--speculative auto: none suits"), {}
+        return Decision(SUBJECT, tuple(verdicts), None, f"{why}: none suits"), {}
     _, name, options = max(suitable, key=lambda each: each[:2])
-    return Decision(SUBJECT, tuple(verdicts), name, "--speculative auto"), options
+    return Decision(SUBJECT, tuple(verdicts), name, why), options
+
+
+def stored_bytes(path: Path) -> int:
+    """Return the size of a checkpoint's files, 0 if there are none yet."""
+    files = path.iterdir() if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def off_by_default(
+    config: EngineConfig, platform: type[Platform] | Platform, weight_bytes: int
+) -> str | None:
+    """Return why nothing is drafted without `--speculative auto`, or None."""
+    if not platform.drafts:
+        return "off until it is measured there"
+    if config.scheduler.async_scheduling:
+        return "off with --async-scheduling, since a row's next step waits for its drafts"
+    if 0 < weight_bytes < LEAST:
+        size = weight_bytes >> 20
+        return f"off for weights of {size} MB, whose steps take about as long as looking for drafts"
+    return None
 
 
 def _unsuitable(config: EngineConfig, family: type[Model]) -> str | None:

@@ -87,13 +87,18 @@ def _make_driver(config: EngineConfig) -> tuple[Any, Any, bool] | None:
         raise ConfigError("speculative_config", f"{error.field}: {error.message}") from error
 
 
-def _automatic(config: EngineConfig, loaded: Loaded) -> tuple[Any, Any, bool] | None:
-    """Return what `_make_driver` does, as chosen by `--speculative auto`."""
+def _automatic(
+    config: EngineConfig, loaded: Loaded, platform: Platform, mesh: Mesh
+) -> tuple[Any, Any, bool] | None:
+    """Return what `_make_driver` does, as chosen by `--speculative auto` or its default."""
     from modulm.loading import open_checkpoint
-    from modulm_speculation.automatic import choose_speculator
+    from modulm_speculation.automatic import choose_speculator, off_by_default
 
-    plugins = manager.current()
+    plugins, size = manager.current(), loaded.weight_bytes * mesh.tensor.size
     if "generate" not in loaded.tasks:
+        return None
+    flag = config.group(SpeculationConfig).speculative
+    if flag is None and off_by_default(config, platform, size) is not None:
         return None
     recurrent = any(group.backend is None for group in loaded.groups)
     decision, table = choose_speculator(
@@ -101,6 +106,8 @@ def _automatic(config: EngineConfig, loaded: Loaded) -> tuple[Any, Any, bool] | 
         open_checkpoint(config, plugins),
         type(loaded.model),
         plugins,
+        platform=platform,
+        weight_bytes=size,
         recurrent=recurrent,
     )
     name = decision.winner
@@ -123,8 +130,8 @@ def modulm_drafter(
 ) -> Drafter | None:
     """Create the speculator of `--speculative-config`."""
     made = _make_driver(config)
-    if made is None and config.group(SpeculationConfig).speculative == "auto":
-        made = _automatic(config, loaded)
+    if made is None and config.group(SpeculationConfig).speculative != "off":
+        made = _automatic(config, loaded, platform, mesh)
     if made is None:
         return None
     from modulm_speculation.adaptive import Adaptive

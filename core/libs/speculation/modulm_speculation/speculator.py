@@ -10,7 +10,7 @@ from modulm.contracts.drafter import Drafter
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from modulm.contracts.checkpoint import Checkpoint
     from modulm.contracts.config import EngineConfig
@@ -44,6 +44,8 @@ class Speculator(Drafter):
     api: ClassVar[int | tuple[int, int]] = 1
     Config: ClassVar[type] = Options
     cheap: ClassVar[bool] = False
+    #: How many classes of drafts `classes_of_drafts` distinguishes.
+    classes: ClassVar[int] = 1
     #: With `--speculative auto`, speculators are tried in descending order of this number.
     preference: ClassVar[int] = 0
 
@@ -60,6 +62,12 @@ class Speculator(Drafter):
         config: resolved. checkpoint, family: those of the model that verifies the drafts.
         """
         return "used only if it is named"
+
+    def classes_of_drafts(self) -> Sequence[int]:
+        """Return the class of each row's drafts in the last proposal, if there are several classes:
+        how often drafts are accepted is counted for each class.
+        """
+        return ()
 
     @classmethod
     def open(cls, config: Options, target: Target) -> Self:

@@ -40,10 +40,6 @@ class Listener(Protocol):
         """Handle a fatal error; no events follow."""
 
 
-class _Notify(Protocol):
-    def __call__(self, hook: str, **arguments: Any) -> None: ...
-
-
 @frozen
 class _Abort:
     request: str
@@ -126,7 +122,7 @@ class EngineLoop:
         scheduler: Scheduler,
         executor: Executor,
         listener: Listener,
-        notify: _Notify,
+        notify: Callable[..., None],
         depth: int = 1,
     ) -> None:
         self.scheduler = scheduler

@@ -570,9 +570,8 @@ class BudgetScheduler(Scheduler):
         )
 
     def _end(self, row: int, token: int, stopped: bool) -> Finish:
-        if stopped:
-            return self._finish(row, "stop", stop=self._running[row].request.stop_reason(token))
-        return self._finish(row, "length")
+        stop = self._running[row].request.stop_reason(token) if stopped else None
+        return self._finish(row, "stop" if stopped else "length", stop)
 
     def _finish(
         self, row: int, reason: Reason, stop: int | None = None, error: Exception | None = None

@@ -38,7 +38,8 @@ class RunnerHooks:
         self.tokenless = tuple(r for r in runners if type(r).tokenless or "tokenless" in vars(r))
         self.layers = tuple(layer for runner in runners for layer in runner.layers)
         # Whether a part reads the hidden states of all tokens, or the batch's shape at each layer.
-        self.reads = any((self.collect, self.after, self.watch, self.focus, self.layers))
+        after = overridden([runner for runner in runners if not runner.sampled_only], "after")
+        self.reads = any((self.collect, after, self.watch, self.focus, self.layers))
         self.drafts = max((runner.drafts for runner in runners), default=0)
         self.ahead = max((runner.ahead for runner in runners), default=0)
         self.every = any(runner.every for runner in runners)

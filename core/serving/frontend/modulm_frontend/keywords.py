@@ -160,7 +160,7 @@ class LLMFlags(TypedDict, total=False):
     spec_method: str | None
     spec_model: str | None
     spec_tokens: int | None
-    speculative: Literal["off", "auto"]
+    speculative: Literal["off", "auto"] | None
     speculative_config: Mapping[str, Any] | str
     stream_interval: int
     tensor_parallel_size: int

@@ -38,6 +38,7 @@ class CpuPlatform(Platform):
     batched_tokens = (4096, 2048)
     sequences = (256, 128)
     block_size = 32
+    drafts = True
     no_effect = dict.fromkeys(
         (
             "optimization_level",

@@ -52,7 +52,7 @@ def drafter_of(config: Flags) -> str | None:
     name = values.get("spec_method") or table.get("method")
     if name is None and (table.get("model") or values.get("spec_model")):
         name = "draft_model"
-    chosen = name or values.get("speculative", "off")
+    chosen = name or values.get("speculative") or "off"
     return None if chosen == "off" else str(chosen)
 
 

@@ -1,18 +1,20 @@
 """Draft the tokens that most often followed a row's last tokens, in the row and in earlier answers.
 
 Like SuffixDecoding (Oliaro et al., arXiv 2411.04975). Instead of a suffix tree, the positions of
-each pair of tokens are stored and narrowed down to the longest match.
+each pair of tokens are stored and narrowed down to the longest match. A row that copies a text is
+followed there without a search, also past tokens that it changes.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from attrs import frozen
+from attrs import define, frozen
 
 from modulm.contracts.drafter import DraftStep
 from modulm.errors import ConfigError
@@ -23,12 +25,20 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import Model
 
-__all__ = ["Answers", "Earlier", "Suffix", "SuffixOptions", "follow"]
+__all__ = ["Answers", "Earlier", "Suffix", "SuffixOptions"]
 
 #: Separates answers; not a token id.
 _EDGE = -1
 #: Maximum positions compared; the latest are used.
-_PLACES = 512
+_PLACES = 128
+#: Matching tokens before a change from which on the row is taken to copy the text.
+_COPIES = 4
+#: Changed tokens in a row until it no longer is, and tokens among which the copy may go on.
+_CHANGES, _WINDOW = 6, 12
+#: Lengths of matches whose drafts are counted apart, and the class of those after a change.
+_LENGTHS = (2, 4, 8)
+_CHANGED = len(_LENGTHS) + 1
+_NONE = np.zeros(0, dtype=np.int64)
 #: Maximum cache salts whose answers are stored.
 _SALTS = 64
 
@@ -77,68 +87,149 @@ class Answers:
         """Return the tokens from `start` on."""
         return self._tokens[start + 1 :].tolist()
 
+    def after(self, place: int, count: int) -> list[int]:
+        """Return at most `count` tokens of one text after a position. At the end of all texts, what
+        follows the position repeats.
+        """
+        tokens = self._tokens[place + 1 : place + 1 + count].tolist()
+        if _EDGE in tokens:
+            return tokens[: tokens.index(_EDGE)]
+        return (tokens * count)[:count] if len(tokens) < count else tokens
+
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
+        texts, places, before = self._tokens, self._places, self._tokens[-1]
         for token in tokens:
-            before = self._tokens[-1]
             if token != _EDGE and before != _EDGE:
-                positions = self._places.setdefault((before, token), array("q"))
-                positions.append(len(self._tokens))
-            self._tokens.append(token)
+                pair = before, token
+                if pair in places:
+                    places[pair].append(len(texts))
+                else:
+                    places[pair] = array("q", (len(texts),))
+            texts.append(token)
+            before = token
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """The last two tokens, or (-1, -1)."""
+        return (self._tokens[-2], self._tokens[-1]) if len(self._tokens) > 2 else (_EDGE, _EDGE)
+
+    def has(self, pair: tuple[int, int]) -> bool:
+        """Whether the two tokens occur, followed by another token."""
+        positions = self._places.get(pair)
+        return positions is not None and positions[0] < len(self._tokens) - 1
 
     def end(self) -> None:
         """End the current text."""
         self.extend((_EDGE,))
 
-    def has(self, history: np.ndarray) -> bool:
-        """Whether the last two tokens of a row occur, followed by another token."""
-        if len(history) < 2:
-            return False
-        positions = self._places.get((int(history[-2]), int(history[-1])))
-        return positions is not None and positions[0] < len(self._tokens) - 1
+    def places(self, last: Sequence[int]) -> tuple[np.ndarray, int]:
+        """Find the longest matches of the end of `last`, token ids.
 
-    def places(self, last: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """Find the longest matches of the end of `last`, [n] int64.
-
-        Returns (all tokens, positions of the matches' last tokens, length of the match); no
-        positions unless at least two tokens match.
+        Returns (positions of the matches' last tokens, length of the match); no positions unless at
+        least two tokens match. A match is followed by a token.
         """
-        tokens = np.frombuffer(self._tokens, dtype=np.int64)
-        positions = self._places.get((int(last[-2]), int(last[-1]))) if len(last) > 1 else None
-        if positions is None:
-            return tokens, np.zeros(0, dtype=np.int64), 0
+        positions = self._places.get((last[-2], last[-1])) if len(last) > 1 else None
+        if positions is None or positions[0] >= len(self._tokens) - 1:
+            return _NONE, 0
         matches = np.array(positions[-_PLACES:], dtype=np.int64)
-        matches = matches[matches < len(tokens) - 1]
-        length, narrowed = (2 if len(matches) else 0), matches
-        while len(narrowed) and length < len(last):
-            narrowed = matches[tokens[matches - length] == last[-1 - length]]
-            if len(narrowed):
-                matches, length = narrowed, length + 1
-        return tokens, matches, length
+        if matches[-1] == len(self._tokens) - 1:  # the end itself
+            matches = matches[:-1]
+        if len(matches) == 1:
+            return matches, self._common(int(matches[0]), last)
+        tokens = np.frombuffer(self._tokens, dtype=np.int64)
+        before = matches[:, None] - np.arange(len(last))
+        same = tokens[np.maximum(before, 0)] == np.array(last[::-1])  # position 0 matches nothing
+        lengths = np.where(same.all(1), len(last), same.argmin(1))
+        longest = int(lengths.max())
+        return matches[lengths == longest], longest
+
+    def _common(self, place: int, last: Sequence[int]) -> int:
+        """Return how many tokens up to a position are the last ones."""
+        length = 2
+        while length < len(last) and self._tokens[place - length] == last[-1 - length]:
+            length += 1
+        return length
+
+    def follow(self, places: np.ndarray, count: int, least: float) -> tuple[list[int], int]:
+        """Return at most `count` tokens, each the most frequent after the positions matched so far,
+        and the last of these positions. least: minimum share of the matches.
+        """
+        if len(places) == 1:
+            return self.after(int(places[0]), count), int(places[0])
+        tokens = np.frombuffer(self._tokens, dtype=np.int64)
+        ahead = places[:, None] + np.arange(1, count + 1)
+        inside = ahead < len(tokens)
+        block = np.where(inside, tokens[np.where(inside, ahead, 0)], _EDGE)
+        drafts: list[int] = []
+        total = len(places)
+        while len(drafts) < count:
+            index = len(drafts)
+            if (block[:, index:] == block[-1, index:]).all():
+                rest = block[-1, index:].tolist()
+                drafts += rest[: rest.index(_EDGE)] if _EDGE in rest else rest
+                break
+            column = block[:, index]
+            counts = Counter(column.tolist())
+            del counts[_EDGE]
+            token, most = counts.most_common(1)[0] if counts else (_EDGE, 0)
+            if token == _EDGE or most < least * total:
+                break
+            drafts.append(token)
+            left = column == token
+            places, block = places[left], block[left]
+        return drafts, int(places[-1])
 
 
-def follow(tokens: np.ndarray, places: np.ndarray, count: int, least: float) -> list[int]:
-    """Return at most `count` tokens, each the most frequent after the positions matched so far."""
-    drafts: list[int] = []
-    total = len(places)
-    while len(drafts) < count:
-        places = places[places + 1 < len(tokens)] + 1
-        following = tokens[places]
-        values, counts = np.unique(following[following != _EDGE], return_counts=True)
-        if not len(values) or counts.max() < least * total:
-            break
-        drafts.append(int(values[counts.argmax()]))
-        places = places[following == drafts[-1]]
-    return drafts
-
-
-@frozen(eq=False)
+@define(eq=False)
 class _Row:
-    """A row's own text. length: of its prompt. salt: selects the earlier answers it may use."""
+    """A row's own text. length: of its prompt. salt: selects the earlier answers it may use.
+
+    text, place: what it copies, and the position there of its last token. same: how many tokens
+    before are the same; a change halves it. changed: how many were changed in a row, from `start`
+    on, until the next two are the same (`since`).
+    """
 
     own: Answers
     length: int
     salt: str | None
+    text: Answers | None = None
+    place: int = 0
+    same: int = 0
+    changed: int = 0
+    since: int = 0
+    start: int = 0
+
+    def advance(self, tokens: Iterable[int]) -> None:
+        """Move on in the copied text by the row's new tokens."""
+        for token in tokens:
+            if self.text is None:
+                return
+            following = self.text.after(self.place, 1)
+            if following == [token]:
+                self.place, self.same, self.since = self.place + 1, self.same + 1, self.since + 1
+                if self.since >= 2:
+                    self.changed = 0
+            elif not following or self._is_lost():
+                self.text = None
+            else:
+                self.place = self._align(self.text, token)
+                self.same, self.since, self.changed = self.same // 2, 0, self.changed + 1
+
+    def _align(self, text: Answers, token: int) -> int:
+        """Return the place in the copied text of a token that does not follow there: in place of
+        the one that does, or that of a token behind the first change.
+        """
+        expected = self.place + 1
+        if not self.changed:
+            self.start = expected
+            return expected
+        near = text.after(self.start - 1, _WINDOW)
+        found = [self.start + index for index, each in enumerate(near) if each == token]
+        return min(found, key=lambda place: abs(place - expected), default=expected)
+
+    def _is_lost(self) -> bool:
+        return self.changed >= _CHANGES or not (self.changed or self.same >= _COPIES)
 
 
 class Earlier:
@@ -170,18 +261,21 @@ class Suffix(Speculator):
     Config: ClassVar[type] = SuffixOptions
     cheap: ClassVar[bool] = True
     preference: ClassVar[int] = 10
+    classes: ClassVar[int] = _CHANGED + 1
 
     @classmethod
     def automatic(
         cls, config: EngineConfig, checkpoint: Checkpoint, family: type[Model]
     ) -> Mapping[str, Any] | str:
-        return {}
+        # How many are verified is chosen by how often drafts of such matches are right.
+        return {"suffix_decoding_max_spec_factor": 4.0}
 
     def __init__(self, config: SuffixOptions) -> None:
         super().__init__(config)
         self._options = config
         self._rows: dict[int, _Row] = {}
         self._earlier: OrderedDict[str | None, Earlier] = OrderedDict()
+        self._classes: list[int] = []
 
     def admit(self, row: int, prompt: int, salt: str | None) -> None:
         self._rows[row] = _Row(Answers(), prompt, salt)
@@ -198,20 +292,45 @@ class Suffix(Speculator):
         earlier.add(gone.own.tokens(gone.length))
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
+        self._classes.clear()
         return [
             self._of(self._rows[row], history, most)
             for row, history, most in zip(step.rows, step.histories, step.most, strict=True)
         ]
 
+    def classes_of_drafts(self) -> Sequence[int]:
+        return self._classes
+
     def _of(self, row: _Row, history: np.ndarray, most: int) -> np.ndarray:
-        row.own.extend(history[len(row.own) :].tolist())
-        earlier = self._earlier.get(row.salt)
+        new = history[len(row.own) :].tolist()
+        row.own.extend(new)
+        row.advance(new)
+        depth = self._options.suffix_decoding_max_tree_depth
+        drafts: list[int] = []
+        if row.text is None or row.same < depth:
+            drafts = self._search(row, history, most)
+        if not drafts and row.text is not None:
+            drafts = row.text.after(row.place, self._count(row, most))
+        self._classes.append(_CHANGED if row.changed else bisect_left(_LENGTHS, row.same))
+        return np.array(drafts, dtype=np.int64) if drafts else _NONE
+
+    def _search(self, row: _Row, history: np.ndarray, most: int) -> list[int]:
+        """Draft from the longest match, if it is longer than that with the copied text."""
+        earlier, pair = self._earlier.get(row.salt), row.own.pair
         texts = (row.own, *(earlier.texts if earlier is not None else ()))
-        texts = tuple(text for text in texts if text.has(history))
-        if not texts:
-            return history[:0]
-        last = history[-self._options.suffix_decoding_max_tree_depth :]
-        tokens, places, length = max((text.places(last) for text in texts), key=lambda f: f[2])
-        count = min(most, int(length * self._options.suffix_decoding_max_spec_factor))
+        if not any(text.has(pair) for text in texts):
+            return []
+        last = history[-self._options.suffix_decoding_max_tree_depth :].tolist()
+        found = [(*text.places(last), text) for text in texts]
+        places, length, text = max(found, key=lambda each: each[1])
+        if not length or (row.text is not None and row.same >= length):
+            return []
+        row.text, row.same, row.changed, row.since = text, length, 0, 0
         least = self._options.suffix_decoding_min_token_prob
-        return np.array(follow(tokens, places, count, least), dtype=np.int64)
+        drafts, row.place = text.follow(places, self._count(row, most), least)
+        return drafts
+
+    def _count(self, row: _Row, most: int) -> int:
+        """Return how many tokens to draft."""
+        factor = self._options.suffix_decoding_max_spec_factor
+        return min(most, int(max(row.same, 2) * factor))

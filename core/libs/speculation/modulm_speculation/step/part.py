@@ -52,15 +52,23 @@ class DraftsPart(StepPart):
 
             flag = "--spec-method" if flags.spec_method else "--speculative-config"
             return Decision("speculative decoding", (), requested[0], f"set by {flag}")
-        if flags.speculative != "auto":
+        if flags.speculative == "off":
             return None
         from modulm.loading import open_checkpoint
-        from modulm.plugins.defaults import choose_model
-        from modulm_speculation.automatic import choose_speculator
+        from modulm.plugins.defaults import choose_model, choose_platform
+        from modulm_speculation.automatic import choose_speculator, stored_bytes
 
         checkpoint = open_checkpoint(config, plugins)
-        family = choose_model(plugins, checkpoint.architectures, checkpoint.config).driver
-        return choose_speculator(config, checkpoint, family, plugins)[0]
+        device = config.device.device
+        decision, _ = choose_speculator(
+            config,
+            checkpoint,
+            choose_model(plugins, checkpoint.architectures, checkpoint.config).driver,
+            plugins,
+            platform=choose_platform(plugins, None if device == "auto" else device).driver,
+            weight_bytes=stored_bytes(checkpoint.path),
+        )
+        return decision
 
     def planner(self, context: PlannerContext) -> DraftPlanner | None:
         from modulm_speculation.step.planner import DraftPlanner

@@ -41,8 +41,10 @@ class DraftPlanner(PartPlanner):
 
     def settle(self, rows: np.ndarray, ends: np.ndarray, owners: np.ndarray) -> None:
         """Store the drafts of rows that continue, up to the first invalid token id."""
+        if not self._proposals:
+            return
         proposals, self._proposals = self._proposals, {}
-        alive = set(owners.tolist()) if proposals else ()
+        alive = set(owners.tolist())
         for row, proposed in proposals.items():
             if row not in alive:
                 continue

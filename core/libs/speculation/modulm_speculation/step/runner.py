@@ -50,6 +50,7 @@ class DraftRunner(PartRunner):
         self.drafts = drafter.most
         self.ahead = drafter.most if drafter.caches else 0
         self.every = drafter.needs.every or shared is not None
+        self.sampled_only = not (drafter.needs.hidden or drafter.needs.layers or shared)
         #: Builds batches with only the drafter's caches, if it has any.
         self._builder: BatchFactory | None = None
         self._context: RunnerContext | None = None
@@ -104,7 +105,7 @@ class DraftRunner(PartRunner):
                 self._forced[row] = drafts[row] = forced
             elif len(tokens) and len(legal := context.sampler.legal(row, tokens)):
                 drafts[row] = legal
-        return drafts
+        return drafts or None
 
     def _propose(
         self, context: RunnerContext, step: RanStep, rows: Sequence[int]
@@ -225,7 +226,12 @@ class DraftRunner(PartRunner):
 
     def _checked(self, proposed: object, most: Sequence[int]) -> list[np.ndarray]:
         """Convert proposals to arrays. Raises ValueError for invalid ones."""
-        arrays = [np.asarray(each).astype(np.int64, casting="safe") for each in proposed]  # type: ignore[attr-defined]
+        arrays = [
+            each
+            if isinstance(each, np.ndarray) and each.dtype == np.int64
+            else np.asarray(each).astype(np.int64, casting="safe")
+            for each in proposed  # type: ignore[attr-defined]
+        ]
         if len(arrays) != len(most) or any(array.ndim != 1 for array in arrays):
             raise ValueError(f"{len(arrays)} proposals for {len(most)} rows, each of one dimension")
         return [array[:limit] for array, limit in zip(arrays, most, strict=True)]
@@ -248,7 +254,7 @@ class DraftRunner(PartRunner):
 
     def _extend(self, row: int, *parts: np.ndarray) -> None:
         tokens, count = self._histories.get(row, (np.zeros(_FIRST, dtype=np.int64), 0))
-        added = np.concatenate(parts)
+        added = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if count + len(added) > len(tokens):
             wider = np.zeros(2 * (count + len(added)), dtype=np.int64)
             wider[:count] = tokens[:count]
