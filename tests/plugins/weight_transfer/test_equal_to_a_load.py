@@ -102,10 +102,18 @@ def test_layouts_of_ranks(architecture: str, flags: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.exhaustive
-def test_sleep_by_tags_of_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
+    ],
+)
+def test_sleep_by_tags_of_two_ranks(ranks: dict[str, Any], tmp_path: Path) -> None:
     """Weights come back alone, are updated, and then the caches come; at both levels."""
     old, new = (make_tiny(tmp_path / str(seed), "Qwen3ForCausalLM", seed=seed) for seed in (1, 2))
-    flags = {**FLAGS, "tensor_parallel_size": 2, "enable_sleep_mode": True}
+    flags = {**FLAGS, **ranks, "enable_sleep_mode": True}
     with LLM(str(new), **flags) as llm:
         expected = answer(llm)
     with LLM(str(old), **flags, **SHARED) as llm:
