@@ -35,6 +35,7 @@ FLAGS: dict[str, Any] = {
     "dtype": "float32",
     "num_gpu_blocks_override": 32,
     "use_tqdm_on_load": False,
+    "enable_sleep_mode": True,
     "worker_cls": "modulm_distributed.testing:MarkedWorker",
 }
 PROMPT = {"prompt_token_ids": [5, 9, 40, 7]}
@@ -71,13 +72,21 @@ DRIVER = """
     def call():
         return llm.collective_rpc("label", args=["!"])
 
+    def doze():
+        for level in (1, 2):
+            llm.sleep(level)
+            for tag in ("weights", "kv_cache"):
+                llm.wake_up([tag])
+        return ask()
+
     def end():
         llm.shutdown()
         return "ended"
 
+    known = {"start": start, "ask": ask, "call": call, "doze": doze, "end": end}
     for line in sys.stdin:
         try:
-            said = {"start": start, "ask": ask, "call": call, "end": end}[line.strip()]()
+            said = known[line.strip()]()
         except ModulmError as error:
             said = str(error)
         print("SAID " + json.dumps(said), flush=True)
@@ -249,6 +258,7 @@ def test_two_machines(
     assert driver.do("start") == "started"
     assert driver.do("ask") == expected
     assert driver.do("call") == ["rank 0!", "rank 1!"]
+    assert driver.do("doze") == expected
     (rank,) = node.ranks()
     os.kill(rank, signal.SIGKILL)
     driver.do("ask")  # the first to ask may be told as one whose step failed

@@ -102,14 +102,7 @@ def test_layouts_of_ranks(architecture: str, flags: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
-    ],
-)
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_sleep_by_tags_of_two_ranks(ranks: dict[str, Any], tmp_path: Path) -> None:
     """Weights come back alone, are updated, and then the caches come; at both levels."""
     old, new = (make_tiny(tmp_path / str(seed), "Qwen3ForCausalLM", seed=seed) for seed in (1, 2))
