@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
@@ -42,7 +42,6 @@ from modulm_server.running_requests import RunningRequests
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, MutableMapping, Sequence
 
-    from fastapi import APIRouter
     from starlette.types import ASGIApp
 
     from modulm.contracts.config import EngineConfig
