@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,10 @@ class Node:
 class Driver:
     """A program that has an engine of two ranks on the cluster."""
 
-    def __init__(self, space: str, model: str, **variables: str) -> None:
-        given = json.dumps([model, PROMPT, FLAGS])
+    def __init__(
+        self, space: str, model: str, flags: dict[str, Any] = FLAGS, **variables: str
+    ) -> None:
+        given = json.dumps([model, PROMPT, flags])
         self.process = subprocess.Popen(
             ["ip", "netns", "exec", space, sys.executable, "-c", textwrap.dedent(DRIVER), given],
             env=ENVIRONMENT | {"RAY_ADDRESS": f"{HEAD}:6379"} | variables,
@@ -230,6 +233,40 @@ def gone(pids: list[int]) -> bool:
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.exhaustive
+def test_two_tpu_machines(spaces: tuple[str, str], model: str) -> None:
+    """A worker on each machine with a device that Ray calls TPU, which is a processor, says what
+    one process says: JAX joins the two.
+    """
+    if find_spec("torchax") is None:
+        pytest.skip("torchax is not installed; make setup installs it")
+    with LLM(model, **FLAGS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6)
+        expected = list(llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids)
+    variables = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    tpu = {"max_num_seqs": 3, "max_num_batched_tokens": 24}
+    tpu["additional_config"] = {"rows": [4], "tokens": [28]}
+    folder, resources = Path(tempfile.mkdtemp(prefix="ray-")), '--resources={"TPU": 1}'
+    flags = ("--head", "--port=6379", f"--node-ip-address={HEAD}", "--include-dashboard=false")
+    nodes = []
+    try:
+        nodes.append(Node(spaces[0], folder, *flags, resources, **variables))
+        flags = (f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
+        nodes.append(Node(spaces[1], folder, *flags, resources, **variables))
+        driver = Driver(spaces[0], model, FLAGS | tpu | {"device": "tpu"}, **variables)
+        assert driver.do("start") == "started"
+        assert driver.do("ask") == expected
+        assert driver.do("call") == ["rank 0!", "rank 1!"]
+        assert [len(node.ranks()) for node in nodes] == [1, 1]
+        assert driver.do("end") == "ended"
+        driver.process.stdin.close()
+        assert driver.process.wait(300) == 0
+    finally:
+        for node in nodes:
+            node.end()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.exhaustive

@@ -11,6 +11,7 @@ from modulm import LLM, SamplingParams
 from modulm.errors import ConfigError
 from modulm.ops.table import twin_ops
 from modulm_kernels_cpu import library as loading
+from modulm_kernels_cpu import linear
 from modulm_kernels_cpu.probe import instruction_rates, read_bandwidth
 from modulm_kernels_cpu.provider import CpuKernels
 from modulm_platform_cpu.platform import CpuPlatform
@@ -111,3 +112,21 @@ def test_ops_have_the_names_of_twins():
 def test_probe(library):
     assert read_bandwidth(library, 1 << 22) > 0
     assert instruction_rates(library)["fma"] > 0
+
+
+@pytest.mark.parametrize("slow", linear.ACTIVATIONS)
+def test_int8_products_are_chosen_by_measurement(slow, monkeypatch):
+    """Real products, and a clock that says which ones take longer."""
+    ops, now = kernels.ops("scalar"), [0.0]
+
+    def product(x, weight):
+        now[0] += 2 if weight.activations == slow else 1
+        return ops["linear"](x, weight)
+
+    monkeypatch.setattr(linear, "perf_counter", lambda: now[0])
+    ability = linear._low_precision(ops["pack_quantized"], product)
+    assert ability("int8") is (slow != "int8")
+    measured = now[0]
+    assert ability("int8") is (slow != "int8")
+    assert now[0] == measured, "measured once"
+    assert ability("nvfp4") is None
