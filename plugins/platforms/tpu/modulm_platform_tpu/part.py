@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from modulm.contracts.executor import PartReport, Plan
-    from modulm.contracts.step_part import BuiltModel, PlannerContext, StepDraft
+    from modulm.contracts.step_part import BuiltModel, PlannerContext
 
 __all__ = ["CompilationsPart"]
 
@@ -58,19 +58,10 @@ class _CountingRunner(PartRunner):
 
 
 class _CountingPlanner(PartPlanner):
-    """Plans an empty step at start, whose report has the compilations before the first request."""
+    """Passes counts on. Those of the start arrive with the first step's result."""
 
     def __init__(self) -> None:
-        self._begun = False
         self._counts: defaultdict[str, float] = defaultdict(float)
-
-    @property
-    def busy(self) -> bool:
-        return not self._begun
-
-    def plan(self, step: StepDraft, left: int) -> object | None:
-        begun, self._begun = self._begun, True
-        return None if begun else True
 
     def receive(self, plan: Plan, report: PartReport) -> None:
         compilations, seconds = report.value
