@@ -534,28 +534,6 @@ def test_starts_of_an_engine(checkpoint: Path, tmp_path: Path) -> None:
     assert result.exit_code != 0
 
 
-@pytest.mark.exhaustive
-def test_stages_of_media(tmp_path: Path) -> None:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    model, saved = make_tiny(tmp_path / "model", "Qwen2VLForConditionalGeneration"), tmp_path / "s"
-    sizes = {"shortest_edge": 256, "longest_edge": 1600}
-    processor = Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, temporal_patch_size=2, size=sizes
-    )
-    processor.save_pretrained(model)
-    (model / "processor_config.json").write_text('{"processor_class": "Qwen2VLProcessor"}')
-    arguments = [
-        "mm-processor", "--model", str(model), "--num-prompts", "2", "--output-json", str(saved),
-        "--random-mm-bucket-config", "{(56, 56, 1): 1}", "--max-model-len", "256", "--disable-tqdm",
-    ]  # fmt: skip
-    result = CliRunner().invoke(command, arguments)
-    assert result.exit_code == 0, result.output
-    times = json.loads(saved.read_text())
-    parts = times["mean_decode_secs"], times["mean_process_secs"]
-    assert all(0 < part < times["mean_total_secs"] for part in parts)
-
-
 @pytest.mark.parametrize(
     ("flags", "name", "values"),
     [
