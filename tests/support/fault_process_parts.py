@@ -391,7 +391,11 @@ def a_process_that_tries_constraints(folder: Path) -> None:
     def serve_it() -> None:
         try:
             with theirs:
-                compile_process._serve(theirs)
+                try:
+                    compile_process._serve(theirs)
+                finally:  # as the end of a process does, whatever still has its file
+                    with suppress(OSError):
+                        theirs.shutdown(socket.SHUT_RDWR)
         except OSError as error:
             failed.append(error)
 

@@ -41,6 +41,7 @@ from modulm_fleet.secret import read_secret
 from modulm_isolation.needs import Needs
 from modulm_isolation.process import IsolatedProcess
 from modulm_isolation.terms import IsolationError, Limits
+from modulm_memory.fitting import stored_bytes
 from modulm_route_files import batch as batches
 from modulm_route_files import batch_store
 from modulm_route_files.batch import Batch
@@ -268,6 +269,8 @@ def files_that_a_start_reads(folder: Path) -> None:
     (folder / "models--a--b/refs").mkdir()
     (folder / "models--a--b/refs/main").write_text("1")
     assert len(list(settings._checkpoints(folder))) == 3
+    (folder / "one" / "model.safetensors").write_bytes(b"weights")
+    assert stored_bytes(folder) == 7
     file = str(folder / "log.json")
     serve._Certificates(None, file, file).refresh()
     watched = SimpleNamespace(dump_dir=str(folder / "stacks"))

@@ -61,8 +61,10 @@ class CacheFolder:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # forks of this process have the file too
-            os.close(file)
+            try:
+                fcntl.flock(file, fcntl.LOCK_UN)  # forks of this process have the file too
+            finally:
+                os.close(file)
 
     @contextmanager
     def write(self, key: str) -> Iterator[FileWriter]:
