@@ -225,7 +225,7 @@ def test_every_wrong_flag_is_reported_at_once(
         (
             "elsewhere",
             ["--engram-config", "[not supported yet:", "[no effect:", "[refused:"],
-            "--dtype,",
+            "\n  --dtype",
         ),
         ("max-loras", ["--max-loras", "different adapters"], "--dtype"),
         (

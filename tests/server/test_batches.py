@@ -277,12 +277,13 @@ def test_files_and_batches_belong_to_a_key(make_server: ServerMaker) -> None:
 
 
 def test_models_that_do_not_hear_or_speak_say_so(http: httpx.Client) -> None:
-    for path, message in (
-        ("transcriptions", "does not transcribe"),
-        ("translations", "does not transcribe"),
-        ("speech", "Not supported yet"),
+    sound, text = {"files": {"file": b"x"}}, {"json": {"input": "Hello."}}
+    for path, body, message in (
+        ("transcriptions", sound, "does not transcribe"),
+        ("translations", sound, "does not transcribe"),
+        ("speech", text, "does not speak"),
     ):
-        answer = http.post(f"/v1/audio/{path}", files={"file": b"x"})
+        answer = http.post(f"/v1/audio/{path}", **body)
         assert answer.status_code == 400
         assert message in error_of(answer)["message"]
         assert error_of(answer)["code"] == "unsupported"

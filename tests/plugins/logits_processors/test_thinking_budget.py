@@ -259,8 +259,8 @@ def test_a_front_end_that_checks_budgets_does_not_import_torch() -> None:
     """It would take a second of every start, and 130 MB."""
     code = (
         "import sys; from modulm.config import EngineConfig\n"
-        "from modulm_server.engine.async_llm import _processors\n"
-        "names = [cls.__name__ for cls in _processors(EngineConfig())]\n"
+        "from modulm_server.engine.processors import installed_processors\n"
+        "names = [cls.__name__ for cls in installed_processors(EngineConfig())]\n"
         "print('ThinkingBudget' in names, *{'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

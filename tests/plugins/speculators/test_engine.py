@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from samples import parametrize_sample
 
@@ -14,7 +16,7 @@ from modulm.plugins import manager
 from modulm.plugins.defaults import choose_model
 from modulm_frontend.validation import problem
 from modulm_platform_cpu.platform import CpuPlatform
-from modulm_speculation.automatic import LEAST, choose_speculator
+from modulm_speculation.automatic import LEAST, choose_speculator, stored_bytes
 from modulm_speculation.step.part import DraftsPart
 
 FIXED = {"adaptive": False, "num_speculative_tokens": 4}
@@ -154,6 +156,18 @@ def test_where_it_is_the_default(flags, platform, weights, winner) -> None:
         config, checkpoint, family, plugins, platform=platform, weight_bytes=weights
     )
     assert decision.winner == winner
+
+
+@pytest.mark.parametrize("call", ["iterdir", "stat"])
+def test_files_that_cannot_be_read_have_no_size(call, tmp_path, monkeypatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1234567")
+    assert stored_bytes(tmp_path) == 7
+
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, call, fail)
+    assert stored_bytes(tmp_path) == 0
 
 
 def test_how_much_is_drafted_changes_no_answer() -> None:

@@ -79,7 +79,8 @@ def renamed_layers(checkpoint: CheckpointInfo) -> dict[str, str]:
     not name them: their name in files is empty here.
     """
     names = _weight_names(checkpoint)
-    if names is None or not names.rename or checkpoint.folder is None:
+    renames = names is not None and (names.rename or names.rewrite)
+    if names is None or not renames or checkpoint.folder is None:
         return {}
     layers: dict[str, str] = {}
     try:

@@ -76,9 +76,14 @@ def choose_speculator(
 
 
 def stored_bytes(path: Path) -> int:
-    """Return the size of a checkpoint's files, 0 if there are none yet."""
-    files = path.iterdir() if path.is_dir() else (path,)
-    return sum(file.stat().st_size for file in files if file.is_file())
+    """Return the size of a checkpoint's files, 0 if there are none yet or they cannot be read, of
+    which the loader says why.
+    """
+    try:
+        files = path.iterdir() if path.is_dir() else (path,)
+        return sum(file.stat().st_size for file in files if file.is_file())
+    except OSError:
+        return 0
 
 
 def off_by_default(

@@ -87,6 +87,7 @@ _ENCODERS = re.compile(
     r"perceiver|sam_model|qwen2_model|^blocks\.|aligner|"
     r"vit|vpm|apm|whisper|connector|lid|eh_proj|mtp|merger|vae|moe_gen"
 )
+_NOTHING = re.compile(r"(?!)")
 _RANK = 4
 #: An int8 model's log probabilities correlate with the original's; an unrelated model's do not.
 _CORRELATION = 0.8
@@ -448,11 +449,19 @@ class _Counted:
     def finished(self, request: Any) -> None: ...
 
 
-def check_weights(folder: Path, requests: Sequence[Any], *, chunk: int = 7, **flags: Any) -> None:
+def check_weights(
+    folder: Path,
+    requests: Sequence[Any],
+    *,
+    chunk: int = 7,
+    linear: str | None = None,
+    **flags: Any,
+) -> None:
     """Check the text model's weights with an adapter, rounded to int8, and stored in fp8.
 
     The adapter and the fp8 codes are compared with a checkpoint of the same products, merged or
-    decoded. int8 is compared with the original by correlation. Raises AssertionError.
+    decoded. int8 is compared with the original by correlation. linear: a regular expression of the
+    weights, by their names in files, where the usual ones do not occur. Raises AssertionError.
     """
     settings = {**SETTINGS, **flags, "enable_prefix_caching": False}
     chunks: dict[str, Any] = {"long_prefill_token_threshold": chunk}
@@ -460,7 +469,9 @@ def check_weights(folder: Path, requests: Sequence[Any], *, chunk: int = 7, **fl
         answers = _ask(llm, requests)
         tables = _tables(llm, requests)
     weights = _weights(folder)
-    text = [name for name in weights if _LINEAR.search(name) and not _ENCODERS.search(name)]
+    layers = _LINEAR if linear is None else re.compile(linear)
+    encoders = _ENCODERS if linear is None else _NOTHING
+    text = [name for name in weights if layers.search(name) and not encoders.search(name)]
     names = [name for name in text if weights[name].dim() == 2]
     assert names, f"no layer of a text model among {sorted(weights)[:40]}"
     _check_adapter(folder, requests, answers, {name: weights[name] for name in names},
@@ -471,7 +482,8 @@ def check_weights(folder: Path, requests: Sequence[Any], *, chunk: int = 7, **fl
         assert not torch.equal(one, other), "int8 changes nothing"
         correlation = float(torch.corrcoef(torch.stack([one, other]))[0, 1])
         assert correlation > _CORRELATION, f"int8 answers {request} otherwise: {correlation:.2f}"
-    _check_stored(folder, requests, names, {**settings, **chunks})
+    paths = [name[_layer(name, layers) :].removesuffix(".weight") for name in names]
+    _check_stored(folder, requests, names, paths, encoders, {**settings, **chunks})
 
 
 def _check_adapter(
@@ -504,9 +516,17 @@ def _check_adapter(
 
 
 def _check_stored(
-    folder: Path, requests: Sequence[Any], names: Sequence[str], settings: Mapping[str, Any]
+    folder: Path,
+    requests: Sequence[Any],
+    names: Sequence[str],
+    paths: Sequence[str],
+    ignored: re.Pattern[str],
+    settings: Mapping[str, Any],
 ) -> None:
-    """Compare fp8 codes with scales by output (compressed-tensors) with their decoded values."""
+    """Compare fp8 codes with scales by output (compressed-tensors) with their decoded values.
+
+    paths: of the layers, for the settings. ignored: parts that these exclude.
+    """
     stored: dict[str, Tensor] = {}
     decoded: dict[str, Tensor] = {}
     weights = _weights(folder)
@@ -516,24 +536,26 @@ def _check_stored(
         codes = (weight / scale).to(torch.float8_e4m3fn)
         stored |= {name: codes, name.removesuffix("weight") + "weight_scale": scale}
         decoded[name] = codes.float() * scale
-    paths = [name[_layer(name) :].removesuffix(".weight") for name in names]
+    targets = list(paths)
     fusions = (
         ("qkv_proj", "qkv", ("_proj",)),
         ("qkv", "qkv", ("_proj", "")),
+        ("query_key_value", "qkv", ("_proj",)),
+        ("Wqkv", "qkv", ("_proj",)),
         ("gate_up_proj", ("gate", "up"), ("_proj",)),
     )
     for fused, parts, ends in fusions:
         joined = [path.removesuffix(fused) for path in paths if path.endswith(f".{fused}")]
-        paths += [f"{path}{part}{end}" for path in joined for part in parts for end in ends]
+        targets += [f"{path}{part}{end}" for path in joined for part in parts for end in ends]
     # Models that call them otherwise rename their layers.
-    paths += [re.sub(r"^(h|blocks)\.", "layers.", path) for path in paths]
+    targets += [re.sub(r"^(h|blocks)\.", "layers.", path) for path in targets]
     group = {
-        "targets": paths,
+        "targets": targets,
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
     }
     method = {
         "quant_method": "compressed-tensors", "format": "float-quantized",
-        "ignore": [f"re:.*({_ENCODERS.pattern})"],
+        "ignore": [f"re:.*({ignored.pattern})"],
         "config_groups": {"group_0": group},
     }  # fmt: skip
     with modulm.LLM(str(_changed(folder, "decoded", decoded)), **settings) as llm:
@@ -543,9 +565,9 @@ def _check_stored(
         _check_same(_ask(llm, requests), expected, "of weights stored in fp8")
 
 
-def _layer(name: str) -> int:
+def _layer(name: str, layers: re.Pattern[str]) -> int:
     """Where a name in files begins that does not depend on what is around the text model."""
-    match = _LINEAR.search(name)
+    match = layers.search(name)
     return 0 if match is None else match.start()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import Batch, StateSpec
+from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Embedding, Head, Norm, Rewrite, WeightNames
 from modulm_layers import (
     CausalConv,
@@ -244,16 +245,32 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
         )
 
 
+#: What a quantized layer has beside its scales: codes and their places.
+_CODES = {"g_idx", "qweight", "qzeros", "weight_packed", "weight_shape", "weight_zero_point"}
+
+
 def _times(layer: str, inputs: float, outputs: float | Tensor) -> Rewrite:
-    """Fold factors of a linear layer's input and output into its weight, in fp32.
+    """Fold factors of a linear layer's input and output into its weight, in fp32; of a quantized
+    one into its scales.
 
     outputs: one factor, or one per output.
     """
 
     def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         factor = torch.as_tensor(outputs, device=tensor.device)
-        bias = name.endswith("bias")
-        shaped = factor if bias or not factor.dim() else factor.unsqueeze(-1)
-        yield name, tensor.float() * shaped * (1.0 if bias else inputs)
+        kind = name.rpartition(".")[2]
+        if kind in _CODES or (kind == "weight" and tensor.element_size() == 1):
+            yield name, tensor
+        elif kind == "bias":
+            yield name, tensor.float() * factor
+        elif kind == "input_scale":
+            yield name, tensor.float() / inputs
+        elif kind == "scales":  # [groups, outputs]
+            yield name, tensor.float() * factor * inputs
+        elif kind in ("weight", "weight_scale") and factor.shape in ((), tensor.shape[:1]):
+            each = factor.reshape(-1, *[1] * (tensor.dim() - 1))
+            yield name, tensor.float() * each * inputs
+        else:
+            raise UnsupportedError(f"{name}: not supported yet in this quantization")
 
-    return Rewrite(rf"\.{layer}\.(weight|bias)$", change)
+    return Rewrite(rf"\.{layer}\.", change)

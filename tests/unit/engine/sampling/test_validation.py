@@ -52,6 +52,7 @@ WRONG = {
     "stop_token_ids": [[-1], [V], [2**40], ["a"], [True], [1.0], [1] * 1025],
     "ignore_eos": [1, None, "yes"],
     "max_tokens": [0, -1, 1.0, "4", True],
+    "stream_interval": [0, -1, 1.5, "a", True],
     "min_tokens": [-1, 5, 1.0, True, None],
     "logprobs": [-2, 21, -1, True, 1.5, "5"],
     "prompt_logprobs": [-2, 21, -1, True],
