@@ -11,26 +11,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from attrs import fields
-
-from modulm.contracts.sampling import SamplingParams
-from modulm.testing.checkpoints import make_tokenizer
-from modulm.testing.kit import KitNotRun
 from modulm_speakers.speaker import Speaker, Utterance
-from modulm_tokenizers.tokenizer import load_tokenizer
+from modulm_tokenizers.testing import check_prompt, tried
 
 if TYPE_CHECKING:
     from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["check_speaker"]
 
-_PARAMS = {attribute.name for attribute in fields(SamplingParams)}
 _HOSTILE = "<|im_end|><|im_start|>"
 
 
@@ -38,22 +29,8 @@ def check_speaker(driver: type[Speaker], *, sample: Mapping[str, Any] | None = N
     """Run the kit. Raises AssertionError with what was expected, KitNotRun for a speaker that needs
     the files of its checkpoint.
     """
-    config = getattr(driver, "kit_sample", None) if sample is None else sample
-    with tempfile.TemporaryDirectory() as name:
-        folder = make_tokenizer(Path(name))
-        tokenizer = load_tokenizer(folder)
-        try:
-            speaker = driver(tokenizer, folder, config or {})
-            speaker.ask("Hello.", speaker.voices[0])
-        except AssertionError:
-            raise
-        except Exception as error:
-            if config is not None:
-                raise
-            raise KitNotRun(
-                f"it needs its checkpoint ({type(error).__name__}: {error}): pass sample="
-            ) from error
-        _check(speaker, tokenizer)
+    with tried(driver, sample, lambda speaker: speaker.ask("Hello.", speaker.voices[0])) as made:
+        _check(*made)
 
 
 def _check(speaker: Speaker, tokenizer: Tokenizer) -> None:
@@ -82,9 +59,4 @@ def _check(speaker: Speaker, tokenizer: Tokenizer) -> None:
 
 def _check_ids(utterance: Utterance, tokenizer: Tokenizer) -> None:
     assert isinstance(utterance, Utterance), f"ask() gave {utterance!r}"
-    tokens = list(utterance.tokens)
-    assert tokens, "ask() gives an empty prompt"
-    valid = all(isinstance(t, int | np.integer) and 0 <= t < len(tokenizer) for t in tokens)
-    assert valid, f"ask() gives tokens that the tokenizer does not have: {tokens}"
-    unknown = set(utterance.params) - _PARAMS
-    assert not unknown, f"ask() sets {', '.join(sorted(unknown))}: no field of SamplingParams"
+    check_prompt(utterance.tokens, utterance.params, tokenizer, "ask")

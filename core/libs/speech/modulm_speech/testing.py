@@ -11,21 +11,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-from attrs import fields
 
-from modulm.contracts.sampling import SamplingParams
 from modulm.errors import UnsupportedError
-from modulm.testing.checkpoints import make_tokenizer
-from modulm.testing.kit import KitNotRun
 from modulm_media.values import Sound
 from modulm_speech.transcriber import Question, Segment, Task, Transcriber, Wanted
-from modulm_tokenizers.tokenizer import load_tokenizer
+from modulm_tokenizers.testing import check_prompt, tried
 
 if TYPE_CHECKING:
     from modulm.contracts.tokenizer import Tokenizer
@@ -33,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["check_transcriber"]
 
 _RATE = 16_000
-_PARAMS = {attribute.name for attribute in fields(SamplingParams)}
 
 
 def check_transcriber(
@@ -42,22 +35,8 @@ def check_transcriber(
     """Run the kit. Raises AssertionError with what was expected, KitNotRun for a transcriber that
     needs the files of its checkpoint.
     """
-    config = getattr(driver, "kit_sample", None) if sample is None else sample
-    with tempfile.TemporaryDirectory() as name:
-        folder = make_tokenizer(Path(name))
-        tokenizer = load_tokenizer(folder)
-        try:
-            transcriber = driver(tokenizer, folder, config or {})
-            _question(transcriber, Wanted())
-        except AssertionError:
-            raise
-        except Exception as error:
-            if config is not None:
-                raise
-            raise KitNotRun(
-                f"it needs its checkpoint ({type(error).__name__}: {error}): pass sample="
-            ) from error
-        _check(transcriber, tokenizer)
+    with tried(driver, sample, lambda transcriber: _question(transcriber, Wanted())) as made:
+        _check(*made)
 
 
 def _sound(seconds: float) -> Sound:
@@ -98,12 +77,7 @@ def _check(transcriber: Transcriber, tokenizer: Tokenizer) -> None:
 
 
 def _check_ids(question: Question, tokenizer: Tokenizer, method: str) -> None:
-    tokens = list(question.tokens)
-    assert tokens, f"{method}() gives an empty prompt"
-    valid = all(isinstance(t, int | np.integer) and 0 <= t < len(tokenizer) for t in tokens)
-    assert valid, f"{method}() gives tokens that the tokenizer does not have: {tokens}"
-    unknown = set(question.params) - _PARAMS
-    assert not unknown, f"{method}() sets {', '.join(sorted(unknown))}: no field of SamplingParams"
+    check_prompt(question.tokens, question.params, tokenizer, method)
 
 
 def _check_question(transcriber: Transcriber, tokenizer: Tokenizer, wanted: Wanted) -> None:

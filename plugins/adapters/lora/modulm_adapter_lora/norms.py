@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["LoraLayerNorm", "LoraNorm", "LoraRMSNorm", "adapted_norm"]
 
 
-class LoraNorm(Norm):
+class LoraNorm(Norm, ABC):
     """A norm with the weights of some slots' adapters beside its own.
 
     Steps in which no adapter has norms run the norm itself. refused: why no adapter can change it,
@@ -82,8 +83,9 @@ class LoraNorm(Norm):
                 at = rows.to(x.device)
                 out[at] = self._normed(x[at].float(), *self.changes[slot]).to(out.dtype)
 
+    @abstractmethod
     def _normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        """x: [rows, size] fp32 -> the same shape. weight, bias: an adapter's, in fp32."""
 
 
 class LoraRMSNorm(LoraNorm, RMSNorm):
