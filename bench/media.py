@@ -257,14 +257,16 @@ async def _ask(engine: modulm.AsyncLLM, name: str, image: Image.Image) -> float:
 
 
 async def _streams(engine: modulm.AsyncLLM, times: list[float], name: str) -> None:
-    """Stream one text after another until cancelled."""
+    """Stream one short text after another until cancelled, so that steps stay alike."""
     for number in itertools.count():
-        await _stream(engine, times, f"{name}.{number}")
+        await _stream(engine, times, f"{name}.{number}", length=250)
 
 
-async def _stream(engine: modulm.AsyncLLM, times: list[float], name: str = "stream") -> None:
-    """Stream text until cancelled, recording the time of each token."""
-    params = modulm.SamplingParams(max_tokens=8000, ignore_eos=True)
+async def _stream(
+    engine: modulm.AsyncLLM, times: list[float], name: str = "stream", length: int = 8000
+) -> None:
+    """Stream a text of `length` tokens, recording the time of each."""
+    params = modulm.SamplingParams(max_tokens=length, ignore_eos=True)
     async for output in engine.generate("Once upon a time", params, name):
         if output.outputs[0].token_ids:
             times += [time.perf_counter()]

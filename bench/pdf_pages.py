@@ -28,9 +28,9 @@ from PIL import Image, ImageDraw
 
 
 def document(pages: int) -> bytes:
-    """A PDF of scanned pages: lines of text over paper of even noise."""
+    """A PDF of scanned pages: lines of text over paper with the noise of a scanner."""
     rng = np.random.default_rng(0)
-    paper = rng.integers(225, 256, (1100, 850), dtype=np.uint8)
+    paper = rng.integers(244, 252, (1100, 850), dtype=np.uint8)
     drawn = []
     for number in range(pages):
         image = Image.fromarray(paper).convert("L")

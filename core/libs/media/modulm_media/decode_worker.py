@@ -94,6 +94,7 @@ def _serve(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     Image.MAX_IMAGE_PIXELS = None
+    os.nice(5)  # tokens of running streams come first
     while (question := read_head(sys.stdin.buffer)) is not None:
         data = sys.stdin.buffer.read(question["size"])
         # The process ends by itself if its parent has died.
