@@ -324,6 +324,17 @@ def models_file(folder: Folder, text: str) -> str:
     return "written as models.yaml for the command beside it"
 
 
+def library_model(folder: Folder, text: str) -> str:
+    """Serve a model of a library whose settings are the block's."""
+    model = folder.path / "pirates" / "pirate"
+    folder.tiny("LlamaForCausalLM").rename(model.parent.mkdir() or model)
+    (model / "modulm.yaml").write_text(edited(text, {"./model.gguf": "./"}))
+    with running(folder, "modulm serve --models-dir pirates") as url:
+        ask(folder, f"""curl {url}/v1/completions -H 'content-type: application/json' -d \\
+          '{{"model": "pirate", "prompt": "a", "max_tokens": 2}}'""", url, {})
+    return "written beside a tiny checkpoint, asked"
+
+
 def tools_file(folder: Folder, text: str, clock: str) -> str:
     """The server of tools that the page shows last; the one on the network is left out."""
     folder.file("tools.yaml", text.partition("  search:")[0])
@@ -438,6 +449,7 @@ STEPS: dict[str, list[Step] | str] = {
         with_files(serve({"~/models": "models"}),
                    lambda f: f.tiny("LlamaForCausalLM").rename(f.path / "models" / "tiny")
                    if (f.path / "models").mkdir() is None else None),
+        with_files(serve({"~/models": "library"}), lambda f: (f.path / "library").mkdir()),
     ],
     "from-vllm": [serve({"Qwen/Qwen3-0.6B --max-model-len 8192": "demo"})],
     "grpc": [
@@ -473,6 +485,8 @@ STEPS: dict[str, list[Step] | str] = {
         asked(0),
         lambda folder, block, shown: models_file(folder, block.text),
         serve(),
+        with_files(serve({"~/models": "library"}), lambda f: (f.path / "library").mkdir()),
+        lambda folder, block, shown: library_model(folder, block.text),
         "test: tests/e2e/server/test_many_models.py",
     ],
     "media": ["test: tests/e2e/server/test_media.py"],
@@ -583,6 +597,7 @@ STEPS: dict[str, list[Step] | str] = {
         "{day}, run by the server of block 2 of the page",
     ],
     "tpu": [
+        "not run: needs TPUs; tests/distributed/test_ray.py runs it on two machines of JAX on CPUs",
         "not run: needs a TPU",
         "not run: needs a TPU",
         run({"--dtype": "--max-tokens 4 --dtype"}),

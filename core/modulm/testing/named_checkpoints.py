@@ -28,7 +28,7 @@ def check_named_checkpoint(driver: type[NamedCheckpoint]) -> None:
     """
     name = getattr(driver, "name", None)
     assert isinstance(name, str), f"the name is {name!r}, not a text"
-    usable = name and not set("/\\:") & set(name) and not name.startswith((".", "~"))
+    usable = name and not set("/\\") & set(name) and not name.startswith((".", "~"))
     assert usable, f"the name {name!r} reads as a path or a hub id, so --model would not find it"
     source = driver.source()
     if isinstance(source, Path):

@@ -3,18 +3,12 @@ over HTTP."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Thread
-from urllib.parse import unquote, urlsplit
 
 import pytest
+from fake_hub import COMMIT, serve_hub
 from huggingface_hub import constants
 from tests.plugins.quantization.gguf_files import write_gguf
 
@@ -23,54 +17,6 @@ from modulm.errors import CheckpointError
 from modulm.loading import open_checkpoint
 from modulm.plugins import current
 from modulm.testing.checkpoints import make_tiny
-
-
-class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks of an endpoint: files of a revision, and each file."""
-
-    protocol_version = "HTTP/1.1"
-    root: Path
-
-    def do_HEAD(self):
-        self.answer(False)
-
-    def do_GET(self):
-        self.answer(True)
-
-    def answer(self, body):
-        path = unquote(urlsplit(self.path).path)
-        self.server.requests.append((self.command, path))
-        match = re.fullmatch(r"/(api/models/)?(\w+/[\w-]+)(?:/(\w+)/(\w+)(?:/(.+))?)?", path)
-        folder = self.root / match[2] if match else None
-        if folder is None or not folder.is_dir():
-            return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
-        if match[4] not in (None, "main", COMMIT):
-            return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
-        files = [file for file in folder.rglob("*") if file.is_file()]
-        names = [file.relative_to(folder).as_posix() for file in files]
-        if match[1] and match[3] == "tree":
-            table = [{"type": "file", "path": name, "size": 1, "oid": "a" * 40} for name in names]
-            return self.send(200, json.dumps(table).encode(), {}, body)
-        if match[1]:
-            table = {"id": match[2], "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
-            return self.send(200, json.dumps(table).encode(), {}, body)
-        content = (folder / match[5]).read_bytes()
-        etag = hashlib.sha256(content).hexdigest()
-        return self.send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, body)
-
-    def send(self, status, content, headers, body):
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, *rest):
-        pass
-
-
-COMMIT = "c" * 40
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +40,9 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def hub(models, tmp_path, monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Hub,), {"root": models[0]}))
-    server.requests = []
-    Thread(target=server.serve_forever, daemon=True).start()
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    yield server
-    server.shutdown()
-    server.server_close()
+def hub(models, monkeypatch):
+    with serve_hub(models[0], monkeypatch) as server:
+        yield server
 
 
 def opened(name, tmp_path, **flags):

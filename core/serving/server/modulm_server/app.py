@@ -190,6 +190,7 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
         hosts=HostCheck.of(server, bool(keys)),
         answers=loopback.answers,
         running=RunningRequests(server.api_server_count or 1),
+        uploads=tuple(path for family in families for path in family.upload_paths),
     )
     loopback.app = guarded
     return Served(guarded, api, generation, tuple(families), directory)

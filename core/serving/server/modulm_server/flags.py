@@ -145,6 +145,8 @@ class ServerConfig(FlagGroup):
     default_chat_template_kwargs: Mapping[str, Any] | None = flag(
         None, "Default chat template variables."
     )
+    system_prompt: str | None = flag(None, "System message of conversations that begin with none.")
+    default_stop: tuple[str, ...] = flag((), "Stop strings of requests that have none.")
     response_role: str = flag("assistant", "Role of response messages.")
     return_tokens_as_token_ids: bool = flag(False, "Show tokens in logprobs as token_id:N.")
     exclude_tools_when_tool_choice_none: bool = flag(

@@ -63,6 +63,8 @@ _TOGETHER = 8
 _NAME = 256
 #: Maximum ids that are decoded for a client, unless the model's context is longer.
 _MOST_TOKENS = 1 << 18
+#: Roles of a first message with which a conversation needs no system message.
+_SYSTEM = ("system", "developer")
 #: Seconds without an error after which a request counts as accepted.
 _ACCEPTED = 1.0
 
@@ -241,6 +243,8 @@ class GenerationService:
         defaults = server.default_chat_template_kwargs or {}
         renderer = self._renderer(options)
         parts = None
+        if server.system_prompt and _role(messages) not in _SYSTEM:
+            messages = [{"role": "system", "content": server.system_prompt}, *messages]
         messages, media = await self.media.extract(messages, options)
         if EmbedsParts.among(messages):
             refuse_embeds(self.engine.info, "messages")
@@ -285,7 +289,7 @@ class GenerationService:
 
     def _renderer(self, options: ChatOptions) -> SandboxedRenderer | None:
         """The renderer of a conversation's template; None for templates that the server's flags
-        name, and for tokenizers that encode conversations themselves.
+        name, unless a folder of models has them, and for tokenizers that encode conversations.
         """
         if options.template is not None and self.request_renderer is None:
             raise RequestError(
@@ -295,8 +299,8 @@ class GenerationService:
             )
         if options.template is not None:
             return self.request_renderer
-        own = self.template is None and self.tokenizer.chat is None
-        return checkpoint_renderer() if own else None
+        trusted = self.template is not None and self.config.value("models_dir") is None
+        return None if trusted or self.tokenizer.chat is not None else checkpoint_renderer()
 
     async def with_media(
         self,
@@ -332,7 +336,10 @@ class GenerationService:
         """
         await self._turns.wait(current_owner())
         self.check_open()
-        check_cost(params, (len(prompt.ids),), self.engine.info, self.config.group(ServerConfig))
+        server = self.config.group(ServerConfig)
+        if server.default_stop:
+            params = _stopping(params, server.default_stop)
+        check_cost(params, (len(prompt.ids),), self.engine.info, server)
         if adapter is None and self.media_adapters and prompt.media is not None:
             adapter = self._adapter_of(prompt.media)
         streamed = not isinstance(params, BeamSearchParams) and (
@@ -427,6 +434,20 @@ def _array(ids: Sequence[int]) -> Sequence[int]:
         return array("q", ids)
     except OverflowError:
         return ids
+
+
+def _role(messages: Sequence[Mapping[str, Any]]) -> Any:
+    """The role of the first message."""
+    return messages[0].get("role") if messages else None
+
+
+def _stopping(
+    params: SamplingParams | BeamSearchParams, stop: tuple[str, ...]
+) -> SamplingParams | BeamSearchParams:
+    """Parameters with the server's stop strings, if they have none and yield text."""
+    if isinstance(params, BeamSearchParams) or params.stop or not params.detokenize:
+        return params
+    return params.with_(stop=stop)
 
 
 def _adapter_keyword(adapter: str | None) -> dict[str, Any]:

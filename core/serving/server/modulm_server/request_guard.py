@@ -98,7 +98,8 @@ class _Exchange:
     """One request with its limits and timing.
 
     Once its body is read, the client is watched: if it disconnects before the response is
-    complete, the endpoint is cancelled and `client_left` is set. begins: called with the response.
+    complete, the endpoint is cancelled and `client_left` is set. upload: the body may have any
+    size, since its endpoint keeps none of it. begins: called with the response.
     """
 
     receive: Receive
@@ -110,6 +111,7 @@ class _Exchange:
     read: int = 0
     counted: int = 0
     complete: bool = False
+    upload: bool = False
     begins: Callable[[], None] = lambda: None
     status: int | None = None
     finished: bool = False
@@ -133,15 +135,20 @@ class _Exchange:
             raise ClientGone
         size = len(message.get("body", b""))
         self.read += size
+        if not self.upload:
+            self._count(size)
+        self.complete = not message.get("more_body", False)
+        if self.complete:
+            self.watch()
+        return message
+
+    def _count(self, size: int) -> None:
+        """Count bytes of the body. Raises ApiError beyond the limits."""
         if self.read > self.limit:
             raise _too_large(self.limit)
         self.body_bytes.check(size)
         self.body_bytes.bytes += size
         self.counted += size
-        self.complete = not message.get("more_body", False)
-        if self.complete:
-            self.watch()
-        return message
 
     async def give(self, message: Message) -> None:
         """Send a part of the response."""
@@ -181,7 +188,7 @@ class RequestGuard:
     """The outermost layer of the application.
 
     silence: seconds that a client may neither send nor read. inflight: maximum bytes of all bodies
-    in progress.
+    in progress. uploads: beginnings of paths whose bodies may have any size.
     """
 
     app: ASGIApp
@@ -197,6 +204,7 @@ class RequestGuard:
     inflight: int = 256 << 20
     answers: Answers = field(factory=Answers)
     running: RunningRequests = field(factory=RunningRequests)
+    uploads: tuple[str, ...] = ()
     _transfers: set[_Transfer] = field(factory=set, init=False)
     _turns: Turns = field(factory=Turns, init=False)
     body_bytes: _BodyBytes = field(init=False)
@@ -215,7 +223,10 @@ class RequestGuard:
         name = scope["modulm.id"] = request_id(scope)
         transfer = _Transfer(asyncio.current_task())
         id_header = name.encode() if self.show_id else None
-        exchange = _Exchange(receive, send, transfer, self.body_limit, self.body_bytes, id_header)
+        exchange = _Exchange(
+            *(receive, send, transfer, self.body_limit, self.body_bytes, id_header),
+            upload=bool(self.uploads) and scope["path"].startswith(self.uploads),
+        )
         self._watch(transfer)
         scope["modulm.watch"] = exchange.watch
         try:
@@ -250,7 +261,7 @@ class RequestGuard:
 
     async def _answer(self, scope: Scope, exchange: _Exchange) -> None:
         try:
-            self._check_head(scope)
+            self._check_head(scope, exchange.upload)
             if in_background() or scope["path"].startswith(_AFTER_OTHERS):
                 await self.answers.wait()
                 await self._turns.wait(_sender(scope))
@@ -265,7 +276,7 @@ class RequestGuard:
         finally:
             exchange.begins()
 
-    def _check_head(self, scope: Scope) -> None:
+    def _check_head(self, scope: Scope, upload: bool) -> None:
         headers = scope["headers"]
         if len(headers) > self.header_count:
             raise _large_head(f"at most {self.header_count} headers are allowed")
@@ -275,7 +286,7 @@ class RequestGuard:
         for name, value in headers:
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise ApiError(415, "the body must not be compressed")
-            if name == b"content-length" and value.isdigit():
+            if name == b"content-length" and value.isdigit() and not upload:
                 if int(value) > self.body_limit:
                     raise _too_large(self.body_limit)
                 self.body_bytes.check(int(value))

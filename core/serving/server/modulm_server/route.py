@@ -72,6 +72,9 @@ class RouteFamily(ABC):
     these paths. shared_paths: the front end's family answers; "*" is all paths. cold_paths: it
     answers while the model is not loaded, instead of loading it. token_paths: a server with
     --tokens-only has them; "*" is all paths.
+
+    upload_paths: beginnings of paths whose endpoints read bodies in parts and keep none in memory,
+    so that the server's limits of bodies do not hold.
     """
 
     name: ClassVar[str]
@@ -79,6 +82,7 @@ class RouteFamily(ABC):
     shared_paths: ClassVar[tuple[str, ...]] = ()
     cold_paths: ClassVar[tuple[str, ...]] = ()
     token_paths: ClassVar[tuple[str, ...]] = ()
+    upload_paths: tuple[str, ...] = ()
 
     def __init__(self, context: RouteContext) -> None:
         self.context = context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +14,8 @@ from starlette.responses import Response
 
 from modulm_parsing import ParsedMessage
 from modulm_route_ollama.answers import Clock, Pieces, call_of, line, logprobs_of, now, reason_of
+from modulm_route_ollama.library import Library, Steps
+from modulm_route_ollama.modelfile import parameters_of, read_modelfile
 from modulm_route_ollama.models import Catalogue
 from modulm_route_ollama.objects import (
     ChatAnswer,
@@ -30,6 +32,8 @@ from modulm_route_ollama.objects import (
 from modulm_route_ollama.schema import (
     AnyRequest,
     ChatRequest,
+    CopyRequest,
+    CreateRequest,
     EmbeddingsRequest,
     EmbedRequest,
     GenerateRequest,
@@ -46,6 +50,7 @@ from modulm_server.constraints import check_tools
 from modulm_server.errors import ApiError, error_body
 from modulm_server.forced_calls import force_calls
 from modulm_server.json_body import bad_field, convert, json_response, read, request_docs
+from modulm_server.models.library import hub_id
 from modulm_server.openapi import response_docs
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.route import RouteFamily
@@ -53,17 +58,15 @@ from modulm_server.sse import EventStream
 
 if TYPE_CHECKING:
     from modulm_server.chat_turn import RunningTurn
+    from modulm_server.route import RouteContext
 
 __all__ = ["Ollama"]
 
 _LINES = "application/x-ndjson"
-#: Routes of Ollama's library of models.
-_OF_A_LIBRARY = (
-    ("POST", "/create"), ("POST", "/copy"), ("DELETE", "/delete"), ("POST", "/push"),
-    ("HEAD", "/blobs/{digest}"), ("POST", "/blobs/{digest}"),
-)  # fmt: skip
+#: Routes of the library of models, which the front end answers.
+_OF_A_LIBRARY = ("/create", "/copy", "/delete", "/pull", "/push", "/blobs/{digest}")
 #: Routes that stream by default.
-_STREAMED = ("/chat", "/generate", "/pull")
+_STREAMED = ("/chat", "/generate", "/create", "/pull", "/push")
 
 
 @frozen(kw_only=True)
@@ -91,28 +94,38 @@ class Ollama(RouteFamily):
     name = "ollama"
     api = 2
     shared_paths = (
-        "/api/tags", "/api/ps", "/api/version", *(f"/api{path}" for _, path in _OF_A_LIBRARY)
+        "/api/tags", "/api/ps", "/api/version", *(f"/api{path}" for path in _OF_A_LIBRARY)
     )  # fmt: skip
-    cold_paths = ("/api/show", "/api/pull")
+    cold_paths = ("/api/show",)
+
+    def __init__(self, context: RouteContext) -> None:
+        super().__init__(context)
+        self._library = Library(context)
+        if self._library.writable:
+            self.upload_paths = ("/api/blobs/",)
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/api", tags=["Ollama"])
         self._parsers = Parsers.of(self.context.config)
-        self._catalogue = Catalogue(self.context)
-        post_routes = (
+        self._catalogue = Catalogue(self.context, self._library)
+        post_routes: tuple[tuple[str, Any, type[msgspec.Struct], Any], ...] = (
             ("/chat", self.chat, ChatRequest, ChatAnswer),
             ("/generate", self.generate, GenerateRequest, GenerateAnswer),
             ("/embed", self.embed, EmbedRequest, Embeddings),
             ("/embeddings", self.embeddings, EmbeddingsRequest, Embedding),
             ("/show", self.show, NamedRequest, ModelShown),
+            ("/create", self.create, CreateRequest, Status),
+            ("/copy", self.copy, CopyRequest, None),
+            ("/delete", self.delete, NamedRequest, None),
             ("/pull", self.pull, NamedRequest, Status),
+            ("/push", self.push, NamedRequest, Status),
         )
         for path, function, schema, answer in post_routes:
             streamed = answer | Failure if path in _STREAMED else None
             router.add_api_route(
                 path,
                 self.with_errors(function),
-                methods=["POST"],
+                methods=["DELETE" if path == "/delete" else "POST"],
                 openapi_extra=request_docs(schema),
                 responses=response_docs(answer, lines=streamed, failure=Failure),
                 description=function.__doc__,
@@ -124,13 +137,13 @@ class Ollama(RouteFamily):
             router.add_api_route(
                 path, answer_of, methods=["GET"], responses=response_docs(shape, failure=Failure)
             )
-        for method, path in _OF_A_LIBRARY:
+        for method in ("HEAD", "POST"):
             router.add_api_route(
-                path,
-                self.with_errors(self.refuse),
+                "/blobs/{digest}",
+                self.with_errors(self.blob),
                 methods=[method],
                 include_in_schema=False,
-                name=f"ollama {method} {path}",
+                name=f"ollama {method} blobs",
             )
         return router
 
@@ -164,51 +177,116 @@ class Ollama(RouteFamily):
             return json_response(
                 self._catalogue.cold_details(directory.status(name, owner_of(request)))
             )
-        self._model(name)
-        return json_response(self._catalogue.model_details())
+        await self._served(name)
+        return json_response(self._catalogue.model_details(name))
+
+    # The library of models.
+
+    async def create(self, request: Request) -> Response:
+        """Create a model from another one or from uploaded files, as a Modelfile says."""
+        self._library.check_writable()
+        body = await read(request, CreateRequest)
+        name = self._library.target(body.model or body.name)
+        if body.messages:
+            raise bad_field("messages", "messages are not supported: send them with each request")
+        modelfile = read_modelfile(body.modelfile or "")
+        modelfile.base = body.base or modelfile.base
+        modelfile.system = body.system or modelfile.system
+        modelfile.template = body.template or modelfile.template
+        modelfile.parameters |= parameters_of(body.parameters)
+        modelfile.quantize = body.quantize
+        texts = body.license or []
+        modelfile.license += [texts] if isinstance(texts, str) else texts
+        if body.adapters:
+            modelfile.adapter = "./adapter"
+        steps = self._library.create(name, modelfile, body.files, body.adapters, owner_of(request))
+        return await self._progress(steps, body.stream)
+
+    async def copy(self, request: Request) -> Response:
+        """Copy a model. The copy needs no more room."""
+        self._library.check_writable()
+        body = await read(request, CopyRequest)
+        target = self._library.target(body.destination, "destination")
+        await self._library.copy(body.source.removesuffix(":latest"), target, owner_of(request))
+        return Response(status_code=200)
+
+    async def delete(self, request: Request) -> Response:
+        """Unload a model when its running requests have ended, and remove its files."""
+        self._library.check_writable()
+        body = await read(request, NamedRequest)
+        await self._library.delete(body.model or body.name or "", owner_of(request))
+        return Response(status_code=200)
 
     async def pull(self, request: Request) -> Response:
-        """Succeed for the served model. Other models cannot be pulled."""
+        """Download a model from the hub. A server whose models cannot be changed succeeds for those
+        that it has.
+        """
         body = await read(request, NamedRequest)
         name = body.model or body.name or ""
+        if self._library.writable:
+            return await self._progress(self._library.pull(name), body.stream)
         if self.context.directory is not None:
             self.context.directory.status(name, owner_of(request))
         else:
-            self._model(name)
+            await self._served(name)
         done: Status = {"status": "success"}
         if body.stream:
             return Response(line(done), 200, media_type=_LINES)
         return json_response(done)
 
-    async def refuse(self, request: Request) -> Response:
-        """Refuse to change a library of models, which this server does not have."""
-        raise ApiError(
-            501,
-            f"{request.url.path}: this server serves only the model that it was started with "
-            "(modulm serve MODEL)",
-            code="not_implemented",
-        )
+    async def push(self, request: Request) -> Response:
+        """Upload a model to the hub, with the server's token."""
+        self._library.check_writable()
+        body = await read(request, NamedRequest)
+        name = self._library.target(body.model or body.name)
+        self._library.check_known(name, owner_of(request))
+        return await self._progress(self._library.push(name), body.stream)
 
-    def _model(self, name: str) -> str:
-        """Check a model's name, ignoring the tag ":latest". Raises ApiError(404)."""
-        models = self.context.generation.models
+    async def blob(self, request: Request) -> Response:
+        """Store an uploaded file, or tell whether it is stored."""
+        self._library.check_writable()
+        digest = request.path_params["digest"]
+        if request.method == "HEAD":
+            return Response(status_code=200 if self._library.has_blob(digest) else 404)
+        size = request.headers.get("content-length", "")
+        length = int(size) if size.isdigit() else None
+        await self._library.upload(digest, request.stream(), length)
+        return Response(status_code=201)
+
+    async def _progress(self, steps: Steps, stream: bool) -> Response:
+        """Respond with each status, or with the last one."""
+        last = await anext(steps)
+        if stream:
+            return EventStream(_status_lines(last, steps), media=_LINES, failed=_failed)
+        async with aclosing(steps):
+            async for step in steps:
+                last = step
+        return json_response(last)
+
+    async def _served(self, name: str) -> str | None:
+        """Check a model's name, ignoring the tag ":latest"; returns the adapter of an adapter's
+        name. Raises ApiError(404).
+        """
+        generation = self.context.generation
         plain = name.removesuffix(":latest")
-        if name not in models and plain not in models:
-            raise ApiError(
-                404,
-                f"model {name[:256]!r} is not served here, only {', '.join(models)}; a server "
-                "serves only the model that it was started with (modulm serve MODEL)",
-                param="model",
-                code="model_not_found",
-            )
-        return name
+        for one in dict.fromkeys((plain, name, hub_id(plain) or plain)):
+            with suppress(ApiError):
+                return (await generation.find_model(one)).adapter
+        models = ", ".join(generation.models)
+        raise ApiError(
+            404,
+            f"model {name[:256]!r} is not served here, only {models}; a server serves only the "
+            "model that it was started with (modulm serve MODEL)",
+            param="model",
+            code="model_not_found",
+        )
 
     # Generation.
 
     async def chat(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
         body = await read(request, ChatRequest)
-        name = self._model(body.model)
+        adapter = await self._served(body.model)
         if not body.messages:
             return self._empty_answer(body, {"message": {"role": "assistant", "content": ""}})
         generation = self.context.generation
@@ -231,13 +309,14 @@ class Ollama(RouteFamily):
             tool_choice=choice,
             calls_by_grammar=forced_calls.in_model_format,
             template_kwargs=variables,
+            adapter=adapter,
         )
-        return await self._respond(_Job(model=name, chat=True, stream=body.stream, turn=turn))
+        return await self._respond(_Job(model=body.model, chat=True, stream=body.stream, turn=turn))
 
     async def generate(self, request: Request) -> Response:
         """Complete a prompt, by default in the model's chat template."""
         body = await read(request, GenerateRequest)
-        name = self._model(body.model)
+        adapter = await self._served(body.model)
         if not body.prompt and not body.context:
             return self._empty_answer(body, {"response": ""})
         self.context.generation.check_open()
@@ -250,8 +329,10 @@ class Ollama(RouteFamily):
             constraint_of(body.format),
             parsers=Parsers(None, self._parsers.reasoning) if templated else Parsers(),
             template_kwargs=variables,
+            adapter=adapter,
         )
-        return await self._respond(_Job(model=name, chat=False, stream=body.stream, turn=turn))
+        job = _Job(model=body.model, chat=False, stream=body.stream, turn=turn)
+        return await self._respond(job)
 
     @property
     def _has_template(self) -> bool:
@@ -348,7 +429,7 @@ class Ollama(RouteFamily):
     async def embed(self, request: Request) -> Response:
         """Compute one embedding per text."""
         body = await read(request, EmbedRequest)
-        self._model(body.model)
+        await self._served(body.model)
         clock = Clock()
         vectors, tokens = await self._vectors(body.input, body.truncate, body.dimensions)
         figures = clock.figures(tokens, 0)
@@ -364,7 +445,7 @@ class Ollama(RouteFamily):
     async def embeddings(self, request: Request) -> Response:
         """Compute the embedding of one text, for older clients."""
         body = await read(request, EmbeddingsRequest)
-        self._model(body.model)
+        await self._served(body.model)
         vectors, _ = await self._vectors(body.prompt, True, None)
         answer: Embedding = {"embedding": vectors[0]}
         return json_response(answer)
@@ -399,6 +480,13 @@ def _check_supported(body: GenerateRequest) -> None:
         raise bad_field(
             "template", "template is not supported; the server uses the model's template"
         )
+
+
+async def _status_lines(first: Status, steps: Steps) -> AsyncGenerator[bytes, None]:
+    async with aclosing(steps):
+        yield line(first)
+        async for step in steps:
+            yield line(step)
 
 
 def _end(

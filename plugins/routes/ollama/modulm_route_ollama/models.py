@@ -7,11 +7,13 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import modulm
+from modulm_route_ollama.modelfile import parameter_lines, read_modelfile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from modulm.contracts.engine_info import EngineInfo
+    from modulm_route_ollama.library import Library
     from modulm_route_ollama.objects import (
         Details,
         Model,
@@ -34,8 +36,9 @@ _NEVER = "9999-12-31T23:59:59Z"
 class Catalogue:
     """The served model under each of its names."""
 
-    def __init__(self, context: RouteContext) -> None:
+    def __init__(self, context: RouteContext, library: Library) -> None:
         self._context = context
+        self._library = library
         self._info = context.engine.info
         created = datetime.fromtimestamp(context.created, UTC)
         self._created_at = created.isoformat().replace("+00:00", "Z")
@@ -98,7 +101,7 @@ class Catalogue:
     def cold_details(self, status: ModelStatus) -> ModelShown:
         """The response of `/api/show` for a model that is not loaded: what is known without it."""
         info = status.info
-        return {
+        answer: ModelShown = {
             "modelfile": f"# modulm serve {status.model}\n",
             "parameters": "",
             "template": "",
@@ -107,14 +110,17 @@ class Catalogue:
             "capabilities": [] if info is None else _capabilities(info),
             "modified_at": self._created_at,
         }
+        return self._with_modelfile(answer, status.name)
 
-    def model_details(self) -> ModelShown:
-        """The response of `/api/show`. The Modelfile is only a comment."""
+    def model_details(self, name: str) -> ModelShown:
+        """The response of `/api/show`. The Modelfile is only a comment, unless the model was
+        created with one.
+        """
         info, tokenizer = self._info, self._context.engine.tokenizer
         template = self._context.generation.template
         if template is None and tokenizer is not None and isinstance(tokenizer.chat_template, str):
             template = tokenizer.chat_template
-        return {
+        answer: ModelShown = {
             "modelfile": f"# modulm serve {self._context.models[0]}\n",
             "parameters": "\n".join(f"{name} {value}" for name, value in info.defaults.items()),
             "template": template or "",
@@ -123,6 +129,22 @@ class Catalogue:
             "capabilities": _capabilities(info),
             "modified_at": self._created_at,
         }
+        return self._with_modelfile(answer, name)
+
+    def _with_modelfile(self, answer: ModelShown, name: str) -> ModelShown:
+        """Put what a model was created with into a response of `/api/show`."""
+        text = self._library.described(name)
+        if text is None:
+            return answer
+        read = read_modelfile(text)
+        answer["modelfile"] = text
+        answer["template"] = read.template or answer["template"]
+        answer["parameters"] = parameter_lines(read.parameters) or answer["parameters"]
+        if read.system:
+            answer["system"] = read.system
+        if read.license:
+            answer["license"] = "\n".join(read.license)
+        return answer
 
     def _model(self, name: str) -> Model:
         return {

@@ -33,6 +33,9 @@ class Failure(TypedDict):
 
 class Status(TypedDict):
     status: str
+    digest: NotRequired[str]
+    total: NotRequired[int]
+    completed: NotRequired[int]
 
 
 class Version(TypedDict):
@@ -143,3 +146,5 @@ class ModelShown(TypedDict):
     model_info: dict[str, Any]
     capabilities: list[str]
     modified_at: str
+    system: NotRequired[str]
+    license: NotRequired[str]

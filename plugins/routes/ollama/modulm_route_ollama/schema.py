@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_media.messages import MediaSource
@@ -18,6 +18,8 @@ from modulm_server.json_body import bad_field
 __all__ = [
     "AnyRequest",
     "ChatRequest",
+    "CopyRequest",
+    "CreateRequest",
     "EmbedRequest",
     "EmbeddingsRequest",
     "GenerateRequest",
@@ -86,6 +88,33 @@ class NamedRequest(Struct, kw_only=True):
     verbose: bool | None = None
     insecure: bool | None = None
     stream: bool = True
+
+
+class CreateRequest(Struct, kw_only=True):
+    """`/api/create`. modelfile: as older clients send it; the other fields are those of newer ones,
+    and win. files, adapters: name -> digest of an upload to /api/blobs.
+    """
+
+    model: str | None = None
+    name: str | None = None
+    base: str | None = field(default=None, name="from")
+    files: dict[str, str] = {}
+    adapters: dict[str, str] = {}
+    modelfile: str | None = None
+    template: str | None = None
+    system: str | None = None
+    parameters: dict[str, Any] = {}
+    license: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    quantize: str | None = None
+    stream: bool = True
+
+
+class CopyRequest(Struct, kw_only=True):
+    """`/api/copy`."""
+
+    source: str
+    destination: str
 
 
 class AnyRequest(Struct, kw_only=True):

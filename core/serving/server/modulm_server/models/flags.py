@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from modulm.contracts.flags import FlagGroup, flag, flag_group
+from modulm.errors import ConfigError
 
 __all__ = ["ModelsConfig", "parse_duration", "parse_size"]
 
@@ -74,6 +75,10 @@ class ModelsConfig(FlagGroup):
     models_dir: str | None = flag(
         None, "Folder whose checkpoints are served, each by its name.", unit="path"
     )
+    models_dir_writable: bool = flag(
+        False,
+        "Let clients create, copy, delete, pull and push models of --models-dir (Ollama's API).",
+    )
     memory_budget: int | None = flag(
         None,
         "Maximum memory of all models together, such as 8GiB. When it is full, the models that "
@@ -92,3 +97,7 @@ class ModelsConfig(FlagGroup):
     load_comment_interval: float = flag(
         5.0, "Time between two comments on a stream that waits for its model.", unit="s", least=0.01
     )
+
+    def __attrs_post_init__(self) -> None:
+        if self.models_dir_writable and self.models_dir is None:
+            raise ConfigError("models_dir_writable", "must be set together with models_dir")

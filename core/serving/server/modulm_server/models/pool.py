@@ -17,6 +17,7 @@ from modulm_server.key_limits import current_key
 from modulm_server.loopback import LoopbackClient
 from modulm_server.models.flags import ModelsConfig
 from modulm_server.models.hosted_model import HostedModel
+from modulm_server.models.library import hub_id
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -95,11 +96,14 @@ class ModelPool(ModelDirectory):
         return model
 
     def _search(self, name: str) -> HostedModel | None:
-        """Find a model by an adapter of its engine, or by Ollama's tag of the newest version."""
+        """Find a model by an adapter of its engine, by Ollama's tag of the newest version, or by a
+        short name of its hub id.
+        """
         for model in self._models:
             if model.engine is not None and name in model.engine.adapters:
                 return model
-        return self._names.get(name.removesuffix(":latest"))
+        name = name.removesuffix(":latest")
+        return self._names.get(name) or self._names.get(hub_id(name) or "")
 
     def _unknown(self, name: str, owner: str) -> ApiError:
         names = [model.name for model in self._models if _permits(model, owner)]

@@ -14,6 +14,7 @@ from modulm.errors import ConfigError
 from modulm_server.api_keys import read_keys
 from modulm_server.flags import ServerConfig
 from modulm_server.models.flags import ModelsConfig, parse_duration
+from modulm_server.models.library import ModelLibrary
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelSettings", "read_settings"]
 
 #: Settings of a model that are no flags.
-_OWN = ("model", "aliases", "api_keys", "keep_alive", "pinned", "preload", "sleep")
+_OWN = ("model", "adapter", "aliases", "api_keys", "keep_alive", "pinned", "preload", "sleep")
 #: Flags of the whole server, besides those that start with a prefix below.
 _SERVER_WIDE = frozenset(
     {
@@ -30,11 +31,14 @@ _SERVER_WIDE = frozenset(
         "allow_credentials", "root_path", "middleware", "api_server_count", "max_connections",
         "max_request_bytes", "max_inflight_bytes", "request_timeout", "shutdown_timeout",
         "disable_fastapi_docs", "served_model_name", "plugins", "plugins_lock",
-        "models_config", "models_dir", "memory_budget", "max_load_queue", "load_comment_interval",
+        "models_config", "models_dir", "models_dir_writable", "memory_budget", "max_load_queue",
+        "load_comment_interval",
         "headless", "nnodes", "node_rank", "disable_frontend_multiprocessing",
         "file_storage_path",
     }
 )  # fmt: skip
+#: Ends the name under which a model's engine has the weights that its adapter changes.
+_BASE = "-without-adapter"
 _SERVER_PREFIXES = ("ssl_", "h11_", "uvicorn_", "disable_uvicorn_", "max_stored_")
 
 
@@ -78,8 +82,8 @@ def read_settings(config: EngineConfig, models: Iterable[str]) -> tuple[ModelSet
                 raise _wrong(name, "is both in the file and on the command line")
             tables[name] = table
     if flags.models_dir is not None:
-        for name, path in _checkpoints(Path(flags.models_dir)):
-            tables.setdefault(name, {"model": str(path)})
+        for name, table in ModelLibrary(Path(flags.models_dir)).models():
+            tables.setdefault(name, table)
     settings = tuple(_settings(config, name, table) for name, table in tables.items())
     _check_names(settings)
     return settings
@@ -108,30 +112,6 @@ def _read_file(path: str) -> dict[str, Mapping[str, Any]]:
     return tables
 
 
-def _checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Name and path of each checkpoint: NAME, OWNER/NAME, NAME.gguf, or models--OWNER--NAME as in
-    the Hugging Face cache. Raises ConfigError.
-    """
-    if not folder.is_dir():
-        raise ConfigError("models_dir", f"{folder} is not a folder")
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            continue
-        if path.suffix == ".gguf" and path.is_file():
-            yield path.stem, path
-        elif (path / "config.json").is_file():
-            yield path.name, path
-        elif path.name.startswith("models--") and (path / "refs" / "main").is_file():
-            revision = (path / "refs" / "main").read_text(encoding="utf-8").strip()
-            snapshot = path / "snapshots" / revision
-            if (snapshot / "config.json").is_file():
-                yield path.name.removeprefix("models--").replace("--", "/", 1), snapshot
-        elif path.is_dir():
-            for inner in sorted(path.iterdir()):
-                if (inner / "config.json").is_file():
-                    yield f"{path.name}/{inner.name}", inner
-
-
 def _settings(config: EngineConfig, name: str, table: Mapping[str, Any]) -> ModelSettings:
     try:
         return _read(config, name, table)
@@ -156,8 +136,12 @@ def _read(config: EngineConfig, name: str, table: Mapping[str, Any]) -> ModelSet
         keep_alive = parse_duration(own.get("keep_alive", config.group(ModelsConfig).keep_alive))
     except ValueError as error:
         raise ConfigError("keep_alive", str(error)) from error
+    served: tuple[str, ...] = (name, *aliases)
+    if "adapter" in own:
+        values |= _adapter_flags(name, own["adapter"], values)
+        served = (f"{name}{_BASE}", *aliases)
     model_config = config.with_(
-        **values, model=str(own.get("model", name)), served_model_name=(name, *aliases)
+        **values, model=str(own.get("model", name)), served_model_name=served
     )
     return ModelSettings(
         name=name,
@@ -170,6 +154,15 @@ def _read(config: EngineConfig, name: str, table: Mapping[str, Any]) -> ModelSet
         sleep=int(sleep),
         adapters=tuple(_adapter_names(model_config)),
     )
+
+
+def _adapter_flags(name: str, adapter: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags with which requests for a model get its adapter."""
+    if not isinstance(adapter, str) or not adapter:
+        raise ConfigError("adapter", "must be a folder")
+    modules = values.get("lora_modules") or ()
+    more = [modules] if isinstance(modules, str) else list(modules)
+    return {"enable_lora": True, "lora_modules": [f"{name}={adapter}", *more]}
 
 
 def _adapter_names(config: EngineConfig) -> Iterator[str]:
