@@ -22,7 +22,7 @@ _PREFIX = "modulm_file_"
 
 def loaded_files() -> tuple[str, ...]:
     """Return the plugin files that this process has run."""
-    modules = (module for name, module in sys.modules.items() if name.startswith(_PREFIX))
+    modules = (module for name, module in sys.modules.copy().items() if name.startswith(_PREFIX))
     return tuple(str(module.__file__) for module in modules)
 
 
