@@ -330,8 +330,13 @@ def library_model(folder: Folder, text: str) -> str:
     folder.tiny("LlamaForCausalLM").rename(model.parent.mkdir() or model)
     (model / "modulm.yaml").write_text(edited(text, {"./model.gguf": "./"}))
     with running(folder, "modulm serve --models-dir pirates") as url:
-        ask(folder, f"""curl {url}/v1/completions -H 'content-type: application/json' -d \\
-          '{{"model": "pirate", "prompt": "a", "max_tokens": 2}}'""", url, {})
+        ask(
+            folder,
+            f"""curl {url}/v1/completions -H 'content-type: application/json' -d \\
+          '{{"model": "pirate", "prompt": "a", "max_tokens": 2}}'""",
+            url,
+            {},
+        )
     return "written beside a tiny checkpoint, asked"
 
 
