@@ -67,7 +67,7 @@ SERVER = (
      "request_log", "sampling", "sse", "stat_logger", "stats_log", "text_work", "tool_servers",
      "transfer"),
     ("generation",),
-    ("chat_turn", "forced_calls", "hosted_turns", "route"),
+    ("chat_turn", "forced_calls", "hosted_turns", "route", "speech_output"),
     ("isolated_routes",),
     ("protocol", "websocket_protocol"),
     ("app",),

@@ -1,4 +1,4 @@
-"""A tiny checkpoint that speaks: CSM with a random codec, in the published layout."""
+"""Tiny checkpoints that speak, with random codecs, in the published layouts: CSM, Qwen3-Omni."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from modulm.testing.checkpoints import save_tiny, tiny_model
 
-__all__ = ["ARCHITECTURE", "make_csm"]
+__all__ = ["ARCHITECTURE", "OMNI", "make_csm", "make_omni"]
 
 ARCHITECTURE = "CsmForConditionalGeneration"
+OMNI = "Qwen3OmniMoeForConditionalGeneration"
 #: The codec's last convolution, made smaller so that samples are between -1 and 1.
 _LAST = "codec_model.decoder.decoder_seanet.layers.8."
 
@@ -39,4 +40,26 @@ def make_csm(folder: Path, **changes: Any) -> Any:
     path = folder / "generation_config.json"
     table = json.loads(path.read_text())
     path.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
+    return model
+
+
+def make_omni(folder: Path, tokenizer: Any) -> Any:
+    """Write a tiny Qwen3-Omni to a folder; returns the model of transformers that it was written
+    from. Its talker chooses the most likely codes.
+    """
+    user, assistant = (
+        tokenizer.encode(role, add_special_tokens=False)[0] for role in ("user", "assistant")
+    )
+    model = tiny_model(OMNI, user_token_id=user, assistant_token_id=assistant)
+    last, codec = model.code2wav.decoder[-1].conv, model.code2wav
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(64, (1, codec.config.num_quantizers, 60), generator=generator)
+    with torch.no_grad():
+        while codec(codes).abs().max() > 0.4:
+            last.weight *= 0.5
+            last.bias *= 0.5
+    save_tiny(model, folder)
+    path = folder / "generation_config.json"
+    table = {"eos_token_id": 2, "talker_do_sample": False, "talker_max_new_tokens": 14}
+    path.write_text(json.dumps(table))
     return model

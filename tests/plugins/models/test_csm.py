@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import io
 import json
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import pytest
 import soundfile
 import torch
 from attrs import frozen
+from safetensors.torch import save_file
 from samples import parametrize_sample
 from speaking import make_csm
 
@@ -52,11 +55,12 @@ class World:
     live: Live
     client: openai.OpenAI
     wanted: list[Spoken]
+    adapted: Spoken
 
-    def pcm(self, text: str, voice: str, **more: Any) -> np.ndarray:
+    def pcm(self, text: str, voice: str, model: str = "m", **more: Any) -> np.ndarray:
         """The samples of a text, in 16 bits."""
         answer = self.client.audio.speech.create(
-            model="m", input=text, voice=voice, response_format="pcm", extra_body=more
+            model=model, input=text, voice=voice, response_format="pcm", extra_body=more
         )
         return np.frombuffer(answer.content, "<i2")
 
@@ -66,22 +70,41 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A server whose cache has three blocks: two texts that grow do not fit."""
     folder = tmp_path_factory.mktemp("csm")
     model = make_csm(folder, codebook_eos_token_id=END)
+    adapted = write_adapter(model, folder / "reader")
     config = keywords(
         model=str(folder), served_model_name="m", device="cpu", dtype="float32",
         max_model_len=48, block_size=16, num_gpu_blocks_override=4,
-        disable_frontend_multiprocessing=True,
+        disable_frontend_multiprocessing=True, enable_lora=True,
+        lora_modules=(f"reader={folder / 'reader'}",),
     ).config  # fmt: skip
     engine = AsyncLLM.from_config(config)
     try:
         speaker = CsmSpeaker(engine.tokenizer, folder, {})
         wanted = [generated(model, speaker, *said) for said in SAID]
+        other = generated(adapted, speaker, *SAID[2])
         with (
             serve_in_thread(engine, config) as live,
             openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
         ):
-            yield World(live, client, wanted)
+            yield World(live, client, wanted, other)
     finally:
         engine.shutdown()
+
+
+def write_adapter(model: Any, folder: Path) -> Any:
+    """Write an adapter of the backbone; returns the model with it in its weights."""
+    folder.mkdir()
+    adapted, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    tensors, name = {}, "backbone_model.layers.1.self_attn.q_proj"
+    for part, shape in (("A", (4, 64)), ("B", (64, 4))):
+        key = f"base_model.model.{name}.lora_{part}.weight"
+        tensors[key] = torch.randn(shape, generator=generator) / 2
+    down, up = tensors.values()
+    adapted.get_submodule(name).weight.data += 2 * up @ down
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return adapted
 
 
 def generated(model: Any, speaker: CsmSpeaker, text: str, voice: str, frames: int) -> Spoken:
@@ -97,7 +120,7 @@ def generated(model: Any, speaker: CsmSpeaker, text: str, voice: str, frames: in
 async def generate(
     engine: Any, name: str, tokens: list[int], frames: int, *, ignore_eos: bool = True
 ) -> Any:
-    params = SamplingParams(temperature=0, max_tokens=frames, detokenize=False,
+    params = SamplingParams(temperature=0, max_tokens=frames, detokenize=False, speculative=0,
                             ignore_eos=ignore_eos, output_kind=OutputKind.FINAL_ONLY)  # fmt: skip
     source = engine.generate({"prompt_token_ids": tokens}, params, name)
     return [output async for output in source][-1].outputs[0]
@@ -182,6 +205,13 @@ def test_compressed_sound_is_as_long_as_what_was_spoken(world: World, form: str)
     assert len(sound.samples) >= len(samples)
     if form == "flac":
         assert sound.samples == pytest.approx(samples, abs=STEP)
+
+
+def test_adapters_of_the_backbone(world: World) -> None:
+    text, voice, frames = SAID[2]
+    said = world.pcm(text, voice, "reader", temperature=0, max_new_tokens=frames)
+    assert np.array_equal(said, np.round(world.adapted.samples * 32767))
+    assert not np.array_equal(world.adapted.codes, world.wanted[2].codes)
 
 
 def test_seeds_give_the_same_sound(world: World) -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modulm_speakers.model import CODES, SpeakingModel
-    from modulm_speakers.speaker import Speaker, Utterance
+    from modulm_speakers.speaker import Answer, Speaker, Utterance
 
-__all__ = ["CODES", "Speaker", "SpeakingModel", "Utterance"]
+__all__ = ["CODES", "Answer", "Speaker", "SpeakingModel", "Utterance"]
 
 _MODULES = dict.fromkeys(("CODES", "SpeakingModel"), "model")
-_MODULES |= dict.fromkeys(("Speaker", "Utterance"), "speaker")
+_MODULES |= dict.fromkeys(("Answer", "Speaker", "Utterance"), "speaker")
 
 
 def __getattr__(name: str) -> Any:

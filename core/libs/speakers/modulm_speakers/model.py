@@ -10,25 +10,46 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from attrs import frozen
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["CODES", "Choose", "SpeakingModel"]
+__all__ = ["CODES", "MIXED", "STATES", "TEXTS", "Choose", "SpeakingModel", "StateSource"]
 
 #: Name in `Batch.extras`: [tokens, codebooks] int64, the frame that each token stands for; -1 in
-#: rows of text tokens.
+#: rows of text tokens, and for codes that a token lacks.
 CODES = "codes"
+#: Names in `Batch.extras` of models that speak beside a text model, in steps with rows that speak.
+#: [tokens] int64: the text token that is spoken at each token of such rows; -1 for none, -2 where
+#: the text model's state takes its place.
+TEXTS = "spoken_texts"
+#: [tokens, hidden]: those states, if there are any.
+STATES = "spoken_states"
+#: [tokens] bool: which tokens are of rows that speak, if not all are.
+MIXED = "speaking"
 
 #: (logits [n, codebook_size], codebook) -> the chosen codes [n] int64.
 Choose: TypeAlias = "Callable[[Tensor, int], Tensor]"
 
 
+@frozen(kw_only=True)
+class StateSource:
+    """The states of a text model that rows that speak need.
+
+    layer: index of the layer after which they are taken. width: their length.
+    """
+
+    layer: int
+    width: int
+
+
 class SpeakingModel(ABC):
     """What a model implements besides `modulm.contracts.model.Model`.
 
-    codebooks: codes of a frame. codebook_size: values of a code. rate: samples per second.
-    frame_samples: samples of a frame.
+    codebooks: codes of a frame. codebook_size: values of a code that `complete` chooses. rate:
+    samples per second. frame_samples: samples of a frame.
     """
 
     #: Why `modulm.testing.models.check_model`, which compares texts, cannot check it.
@@ -38,6 +59,17 @@ class SpeakingModel(ABC):
     codebook_size: int
     rate: int
     frame_samples: int
+    #: Whether it was loaded with what it needs to speak.
+    speaks: bool = True
+    #: Set by a model that speaks beside a text model: rows of texts and rows that speak share its
+    #: steps, and both have caches for all layers.
+    beside_text: StateSource | None = None
+
+    def focus(self, speaking: np.ndarray | None) -> None:
+        """Announce which of the next logits are of rows that speak: [n] bool; None if none are.
+
+        For a model that speaks beside a text model.
+        """
 
     @abstractmethod
     def complete(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
@@ -55,8 +87,10 @@ class SpeakingModel(ABC):
         """Return which frames are sound, and not only marks: [n, codebooks] -> [n] bool."""
 
     @abstractmethod
-    def decode(self, frames: Tensor, states: Sequence[Any]) -> tuple[Tensor, Sequence[Any]]:
-        """Turn frames into sound: [n, frames, codebooks] -> [n, samples] float32 in -1 to 1.
+    def decode(
+        self, frames: Tensor, states: Sequence[Any]
+    ) -> tuple[Sequence[Tensor], Sequence[Any]]:
+        """Turn frames into sound: [n, frames, codebooks] -> n times [samples] float32 in -1 to 1.
 
         states: for each of the n sounds what this method returned for its earlier frames; None at
         its beginning. Several calls give the same samples as one call with all frames.

@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import field, frozen
 
+from modulm.errors import UnsupportedError
+
 if TYPE_CHECKING:
+    import numpy as np
+
     from modulm.contracts.tokenizer import Tokenizer
 
-__all__ = ["API", "Speaker", "Utterance"]
+__all__ = ["API", "Answer", "Speaker", "Utterance"]
 
 API = 1
 
@@ -33,6 +37,22 @@ class Utterance:
     params: Mapping[str, Any] = field(factory=dict)
 
 
+@frozen(eq=False, kw_only=True)
+class Answer:
+    """An answer in text that is to be spoken.
+
+    prompt, tokens: of the conversation and of the answer. states: of the prompt's tokens in
+    `Speaker.states_of`, [n, width]; None if there are none. positions, offset: of the prompt, as in
+    `modulm.contracts.requests.Request`.
+    """
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    states: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    offset: int = 0
+
+
 class Speaker(ABC):
     """How one model is prompted.
 
@@ -42,6 +62,9 @@ class Speaker(ABC):
     api: ClassVar[int | tuple[int, int]] = API
     #: Whether it uses instructions about how to speak.
     takes_instructions: bool = False
+    #: Whether it speaks answers of the text model that is loaded with it. Its requests then have a
+    #: `modulm_speakers.script.Script`, and defaults of texts do not apply to them.
+    speaks_answers: bool = False
 
     def __init__(self, tokenizer: Tokenizer, path: Path, config: Mapping[str, Any]) -> None:
         self.tokenizer, self.path, self.config = tokenizer, path, config
@@ -57,3 +80,14 @@ class Speaker(ABC):
 
         Text of clients must not become control tokens.
         """
+
+    def states_of(self, prompt: Sequence[int]) -> Sequence[tuple[int, int]]:
+        """Return the ranges [start, end) of a conversation's tokens whose states `reply` needs."""
+        return ()
+
+    def reply(self, answer: Answer, voice: str) -> Utterance | None:
+        """Build the request for speaking an answer; None if there is nothing to say.
+
+        Raises UnsupportedError unless `speaks_answers`.
+        """
+        raise UnsupportedError(f"{type(self).__name__} does not speak answers of a text model")

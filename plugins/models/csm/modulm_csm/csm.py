@@ -118,6 +118,11 @@ class _Inputs(Module):
         return torch.where(frames[:, :1] >= 0, sums, x)
 
 
+def _without_adapters(b: Builder) -> Builder:
+    """The builder for parts that run apart from rows: adapters are of the backbone."""
+    return evolve(b, shared=evolve(b.shared, adapters=None))
+
+
 class CsmForConditionalGeneration(DecoderForCausalLM, SpeakingModel):
     """CSM. The engine's tokens are the first codes of frames."""
 
@@ -129,13 +134,14 @@ class CsmForConditionalGeneration(DecoderForCausalLM, SpeakingModel):
 
     def __init__(self, config: CsmConfig, build: Builder) -> None:
         super().__init__(config, build)
+        plain = _without_adapters(build)
         self.codebooks, self.codebook_size = config.num_codebooks, config.codebook_size
         self.rate, self.frame_samples = config.codec.sampling_rate, config.codec.frame_samples
-        self.depth = DepthDecoder(config.depth, build.at("depth_decoder"), self.tables)
-        self.codec = MimiDecoder(config.codec, build.at("codec_model"))
+        self.depth = DepthDecoder(config.depth, plain.at("depth_decoder"), self.tables)
+        self.codec = MimiDecoder(config.codec, plain.at("codec_model"))
 
     def make_embedding(self, config: CsmConfig, b: Builder) -> Any:
-        top = evolve(b, prefix="")
+        top = _without_adapters(evolve(b, prefix=""))
         rows = config.num_codebooks * config.codebook_size
         text = top.embedding("embed_text_tokens", config.vocab_size, config.hidden_size)
         self.tables = top.embedding(_TABLE, rows, config.hidden_size)
@@ -185,8 +191,10 @@ class CsmForConditionalGeneration(DecoderForCausalLM, SpeakingModel):
         heard: np.ndarray = (frames != self.config.codebook_eos_token_id).any(1)
         return heard
 
-    def decode(self, frames: Tensor, states: Sequence[Any]) -> tuple[Tensor, Sequence[Any]]:
-        sound: tuple[Tensor, Sequence[Any]] = self.codec(frames, states)
+    def decode(
+        self, frames: Tensor, states: Sequence[Any]
+    ) -> tuple[Sequence[Tensor], Sequence[Any]]:
+        sound: tuple[Sequence[Tensor], Sequence[Any]] = self.codec(frames, states)
         return sound
 
     @classmethod

@@ -15,6 +15,7 @@ from modulm_route_chat_page.flags import ChatPageConfig
 from modulm_server.json_body import json_response
 from modulm_server.page_files import PageFiles, content_policy
 from modulm_server.route import RouteFamily
+from modulm_server.speech_output import SpeechOutput
 
 __all__ = ["ChatPage"]
 
@@ -79,6 +80,19 @@ class ChatPage(RouteFamily):
             return self._preview.response(request, file)
         return self._files.response(request, file)
 
+    def _speech(self) -> dict[str, object] | None:
+        """The server's voices and samples per second, and whether answers are spoken; None if the
+        model does not speak.
+        """
+        output = SpeechOutput(self.context.generation)
+        if not output.served:
+            return None
+        return {
+            "voices": list(output.speaker.voices),
+            "rate": self.context.engine.info.limit("speech", "rate"),
+            "answers": output.speaks_answers,
+        }
+
     def _about(self) -> dict[str, object]:
         """Facts for the page that no other route has. Public."""
         return {
@@ -86,4 +100,5 @@ class ChatPage(RouteFamily):
             "attachments": [*self.context.generation.media.kinds, "text"],
             "tool_origins": list(self._origins),
             "chat_store": self._stores,
+            "speech": self._speech(),
         }

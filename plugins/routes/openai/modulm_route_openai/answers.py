@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from modulm_route_openai.objects import (
         ChatLogprobs,
         CompletionLogprobs,
+        CompletionTokens,
         Measured,
         Metrics,
         PromptLogprob,
@@ -92,8 +93,11 @@ def fingerprint(config: Any, engine: Any) -> str | None:
     return full if server.fingerprint_mode == "full" else sha256(full.encode()).hexdigest()[:16]
 
 
-def usage(prompt: int, generated: int, cached: int | None, reasoning: int | None = None) -> Usage:
-    """OpenAI's usage, with cached and reasoning tokens if known."""
+def usage(
+    prompt: int, generated: int, cached: int | None, reasoning: int | None = None, audio: int = 0
+) -> Usage:
+    """OpenAI's usage, with cached and reasoning tokens if known. audio: frames of sound."""
+    generated += audio
     counted: Usage = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -101,8 +105,13 @@ def usage(prompt: int, generated: int, cached: int | None, reasoning: int | None
     }
     if cached is not None:
         counted["prompt_tokens_details"] = {"cached_tokens": cached}
+    details: CompletionTokens = {}
     if reasoning is not None:
-        counted["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        details["reasoning_tokens"] = reasoning
+    if audio:
+        details["audio_tokens"] = audio
+    if details:
+        counted["completion_tokens_details"] = details
     return counted
 
 
@@ -173,11 +182,13 @@ class StreamUsage:
         """Record the number of tokens of a choice so far."""
         self._generated[index] = tokens
 
-    def total(self, reasoning: int | None = None) -> Usage:
-        """The usage of all prompts and choices so far. reasoning: thinking tokens."""
+    def total(self, reasoning: int | None = None, audio: int = 0) -> Usage:
+        """The usage of all prompts and choices so far. reasoning: thinking tokens. audio: frames
+        of sound.
+        """
         cached = sum(hit or 0 for _, hit in self._prompts.values()) if self._details else None
         prompt = sum(tokens for tokens, _ in self._prompts.values())
-        return usage(prompt, sum(self._generated.values()), cached, reasoning)
+        return usage(prompt, sum(self._generated.values()), cached, reasoning, audio)
 
     def now(self, index: int, prompt_index: int = 0) -> Usage:
         """The usage of one choice so far."""

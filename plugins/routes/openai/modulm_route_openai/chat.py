@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 from msgspec import structs
 
-from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
-from modulm_parsing import new_call_id, thinking_variables
+from modulm_parsing import thinking_variables
 from modulm_route_openai.answers import (
     StreamUsage,
-    add_arguments,
     answer_id,
     cached_tokens,
     chat_logprobs,
@@ -27,8 +25,16 @@ from modulm_route_openai.answers import (
     usage,
     version_ranges,
 )
+from modulm_route_openai.chat_deltas import (
+    ChatDeltas,
+    approval_labels,
+    call_chunk,
+    opening_of,
+    reason_of,
+)
 from modulm_route_openai.messages import check_messages, last_text
 from modulm_route_openai.schema import ChatRequest
+from modulm_route_openai.spoken import SpokenAnswers
 from modulm_server.chat_turn import ChatTurn, Delta, Message, Parsers, RunningTurn
 from modulm_server.constraints import (
     allowed_tools,
@@ -55,27 +61,23 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from modulm.contracts.outputs import RequestOutput
-    from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_route_openai.objects import (
-        ApprovalRequest,
         ChatChoice,
         ChatChunk,
         ChatChunkChoice,
         ChatCompletion,
-        ChatDelta,
         ChatLogprobs,
         ChatMessage,
-        FunctionDelta,
-        ToolCallDelta,
     )
     from modulm_route_openai.schema import ChatBatchRequest
+    from modulm_route_openai.spoken import Voiced
     from modulm_server.hosted_turns import HostedCall
     from modulm_server.route import RouteContext
     from modulm_server.transfer import Transferred
 
-__all__ = ["Chat", "ChatDeltas", "ChatJob", "opening_of", "reason_of"]
+__all__ = ["Chat", "ChatJob"]
 
 
 @frozen
@@ -83,7 +85,7 @@ class ChatJob:
     """A validated request with its rendered prompt.
 
     hosted: the tools that the server runs. messages: with those calls; approved: the calls that the
-    client approved in this request.
+    client approved in this request. voiced: how the answer is spoken, None if it is not.
     """
 
     id: str
@@ -96,6 +98,7 @@ class ChatJob:
     hosted: HostedTools
     messages: Sequence[dict[str, Any]]
     approved: Sequence[HostedCall]
+    voiced: Voiced | None = None
 
     @property
     def single_call(self) -> bool:
@@ -109,6 +112,7 @@ class Chat:
         self._context = context
         self._generation = context.generation
         self._parsers = Parsers.of(context.config)
+        self._spoken = SpokenAnswers(context.generation, self._parsers)
         flags = context.config.group(ServerConfig)
         self._tool_servers = ToolServers.shared(context.stores, flags)
 
@@ -174,10 +178,12 @@ class Chat:
         model = await self._generation.find_model(body.model)
         self._generation.check_open()
         self._check_supported(body)
+        voiced = self._spoken.read(body)
         hosted = await self._hosted_tools(body)
         messages, approved = await with_hosted_calls(body.messages, hosted, runs=runs)
         check_messages(messages)
         turn = await self._turn(request, body, messages, hosted, model.adapter)
+        turn = turn if voiced is None else self._spoken.prepared(turn)
         continued = bool(body.continue_final_message)
         server = self._context.config.group(ServerConfig)
         return ChatJob(
@@ -191,6 +197,7 @@ class Chat:
             hosted=hosted,
             messages=messages,
             approved=approved,
+            voiced=voiced,
         )
 
     async def _hosted_tools(self, body: ChatRequest) -> HostedTools:
@@ -267,10 +274,8 @@ class Chat:
 
     def _check_supported(self, body: ChatRequest) -> None:
         """Raise ApiError(400) for unsupported fields and values."""
-        reject_unsupported(body, "audio", "prediction", "web_search_options")
+        reject_unsupported(body, "prediction", "web_search_options")
         reject_unsupported(body, "functions", "function_call")
-        if body.modalities not in (None, ["text"]):
-            raise bad_field("modalities", 'modalities must be ["text"]')
         if body.service_tier not in (None, "auto", "default"):
             raise bad_field("service_tier", "service_tier must be auto or default")
         if body.top_logprobs and not body.logprobs:
@@ -342,6 +347,9 @@ class Chat:
             prompt, thought = len(output.prompt_token_ids), await started.reasoning_tokens()
             cached, calls = cached_tokens(job.body, self._context.config, output), []
             timed = sum(message.generated for message in messages)
+        audio, frames = None, 0
+        if job.voiced is not None and not messages[0].parsed.tool_calls:
+            audio, frames = await self._spoken.whole(job.turn, job.voiced, messages[0], output)
         body: ChatCompletion = {
             "id": job.id,
             "object": "chat.completion",
@@ -349,8 +357,12 @@ class Chat:
             "model": job.model,
             "system_fingerprint": fingerprint(self._context.config, self._context.engine),
             "choices": [choice async for choice in paced(messages, partial(self._choice, job))],
-            "usage": usage(prompt, sum(message.generated for message in messages), cached, thought),
+            "usage": usage(
+                prompt, sum(message.generated for message in messages), cached, thought, frames
+            ),
         }
+        if audio is not None:
+            body["choices"][0]["message"] |= {"content": None, "audio": audio}
         if made_calls := [*job.approved, *calls]:
             body["choices"][0]["message"]["mcp_calls"] = made_calls
         single = output if job.turn.params.n == 1 else None
@@ -387,7 +399,7 @@ class Chat:
         }
         if calls:
             message_object["tool_calls"] = openai_calls = [call.as_openai() for call in calls]
-            if labels := _approval_labels(job, openai_calls):
+            if labels := approval_labels(job, openai_calls):
                 message_object["mcp_approval_requests"] = labels
         choice: ChatChoice = {
             "index": message.index,
@@ -423,6 +435,7 @@ class Chat:
         counted = StreamUsage(job.body, self._context.config)
         head = self._head(job)
         deltas = [ChatDeltas(job) for _ in range(job.turn.params.n)]
+        spoken = None if job.voiced is None else self._spoken.stream(job.turn, job.voiced)
         last: RequestOutput | None = None
         first = True
         async with aclosing(started.running) as outputs:
@@ -433,21 +446,31 @@ class Chat:
                     first = False
                     for index in range(len(deltas)):
                         choices = [opening_of(job, index)]
+                        if spoken is not None:
+                            spoken.convert(choices[0])
                         opening: ChatChunk = {**head, "choices": choices, **transferred(output)}
                         if job.body.return_prompt_text and index == 0:
                             opening["prompt_text"] = job.turn.prompt.text
                         if counted.each:
                             opening["usage"] = counted.now(index)
                         yield frame(opening)
+                if spoken is not None:
+                    spoken.note(output)
                 for new in started.deltas(output):
                     counted.generated(new.index, new.generated)
-                    for choice in self._pieces(job, new, deltas[new.index]):
+                    pieces = self._pieces(job, new, deltas[new.index])
+                    for choice in pieces if spoken is None else map(spoken.convert, pieces):
                         body: ChatChunk = {**head, "choices": [choice]}
                         if counted.each:
                             body["usage"] = counted.now(new.index)
                         yield frame(body)
+        if spoken is not None:
+            async with aclosing(spoken.sounds()) as sounds:
+                async for choice in sounds:
+                    yield frame({**head, "choices": [choice]})
         if counted.last:
-            total = counted.total(await started.reasoning_tokens())
+            audio = 0 if spoken is None else spoken.frames
+            total = counted.total(await started.reasoning_tokens(), audio)
             made = total["completion_tokens"]
             metrics = draft_metrics(job.body, self._context.config, last, made)
             yield frame({**head, "usage": total, **metrics})
@@ -464,10 +487,10 @@ class Chat:
                 if last is None:
                     params = transferred(step.output)
                     choices.append(opening_of(job, 0))
-                    choices += [_called(call) for call in job.approved]
+                    choices += [call_chunk(call) for call in job.approved]
                 last = step.output
                 if step.call is not None:
-                    choices.append(_called(step.call))
+                    choices.append(call_chunk(step.call))
                 if step.delta is not None:
                     choices += self._pieces(job, step.delta, deltas)
                 counted.prompt(0, turns.prompt_tokens, turns.cached_tokens)
@@ -512,64 +535,3 @@ class Chat:
         if job.body.return_token_ids:
             choice["token_ids"] = list(new.token_ids)
         yield choice
-
-
-class ChatDeltas:
-    """Converts the parser events of one choice to OpenAI's deltas."""
-
-    def __init__(self, job: ChatJob) -> None:
-        self._job = job
-        self.called = False
-
-    def convert(self, events: Sequence[Event]) -> ChatDelta:
-        """Merge events into one delta."""
-        delta: ChatDelta = {}
-        for event in events:
-            match event:
-                case Content(text):
-                    delta["content"] = delta.get("content", "") + text
-                case Reasoning(text):
-                    thought = delta.get("reasoning", "") + text
-                    delta["reasoning"] = delta["reasoning_content"] = thought
-                case ToolStart(index, name, call_id) if self._includes(index):
-                    self.called = True
-                    function: FunctionDelta = {"name": name, "arguments": ""}
-                    called = call_id or new_call_id()
-                    call: ToolCallDelta = {
-                        "index": index, "id": called, "type": "function", "function": function
-                    }  # fmt: skip
-                    delta.setdefault("tool_calls", []).append(call)
-                    if labels := _approval_labels(self._job, [call]):
-                        delta.setdefault("mcp_approval_requests", []).extend(labels)
-                case ToolArguments(index, text) if self._includes(index):
-                    add_arguments(delta.setdefault("tool_calls", []), index, text)
-        return delta
-
-    def _includes(self, index: int) -> bool:
-        return index == 0 or not self._job.single_call
-
-
-def opening_of(job: ChatJob, index: int) -> ChatChunkChoice:
-    delta: ChatDelta = {"role": job.role, "content": job.echo}
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _called(call: HostedCall) -> ChatChunkChoice:
-    delta: ChatDelta = {"mcp_calls": [call]}
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _approval_labels(job: ChatJob, calls: Sequence[Any]) -> list[ApprovalRequest]:
-    """Which of the client's calls are of tool servers, and wait for an approval."""
-    tools = job.hosted.by_name
-    return [
-        {"id": call["id"], "server_label": tool.label, "name": tool.name}
-        for call in calls
-        if (tool := tools.get(call["function"]["name"])) is not None
-    ]
-
-
-def reason_of(job: ChatJob, reason: str, called: bool) -> str:
-    """ "tool_calls" if the model chose to call; "stop" for a tool named by the request."""
-    is_named = not isinstance(job.turn.tool_choice, str)
-    return "tool_calls" if called and reason == "stop" and not is_named else reason

@@ -13,7 +13,8 @@ from msgspec import Meta, Struct
 
 from modulm_parsing import assemble
 from modulm_route_openai.answers import answer_id, fingerprint, usage
-from modulm_route_openai.chat import Chat, ChatDeltas, opening_of, reason_of
+from modulm_route_openai.chat import Chat
+from modulm_route_openai.chat_deltas import ChatDeltas, opening_of, reason_of
 from modulm_route_openai.objects import ChatChunk, Completion, CompletionChunk, Usage
 from modulm_route_openai.schema import ChatRequest, CompletionRequest
 from modulm_server.chat_turn import Message

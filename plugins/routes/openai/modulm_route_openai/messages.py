@@ -24,6 +24,11 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             )
         if role == "tool" and not isinstance(message.get("tool_call_id"), str):
             raise bad_field("messages", f"messages[{index}].tool_call_id must be a string")
+        if message.get("audio") is not None and not message.get("content"):
+            raise bad_field(
+                "messages",
+                f"messages[{index}].audio: sound is not kept: send its transcript as content",
+            )
         optional = role == "assistant" or role == "function"
         if message.get("content") is None and not optional:
             raise bad_field("messages", f"messages[{index}].content is missing")

@@ -14,6 +14,8 @@ from modulm_server.transfer import Transferred
 
 __all__ = [
     "ApprovalRequest",
+    "ChatAudio",
+    "ChatAudioDelta",
     "ChatChoice",
     "ChatChunk",
     "ChatChunkChoice",
@@ -45,10 +47,11 @@ class PromptTokens(TypedDict):
     cached_tokens: int
 
 
-class CompletionTokens(TypedDict):
-    """Thinking tokens of the output."""
+class CompletionTokens(TypedDict, total=False):
+    """Tokens of the output that are thoughts, and those that are frames of sound."""
 
     reasoning_tokens: int
+    audio_tokens: int
 
 
 class Usage(TypedDict):
@@ -158,14 +161,35 @@ class ApprovalRequest(TypedDict):
     name: str
 
 
+class ChatAudio(TypedDict):
+    """An answer in sound. data: a file in base64. expires_at: 0, since the server keeps none.
+    transcript: the answer's text.
+    """
+
+    id: str
+    data: str
+    expires_at: int
+    transcript: str
+
+
+class ChatAudioDelta(TypedDict):
+    """A delta of an answer in sound. data: samples of 16 bits in base64."""
+
+    id: str
+    data: NotRequired[str]
+    expires_at: NotRequired[int]
+    transcript: NotRequired[str]
+
+
 class ChatMessage(TypedDict):
-    """The message of the model."""
+    """The message of the model. content: None if the answer is spoken."""
 
     role: str
     content: str | None
     refusal: None
     reasoning: str | None
     reasoning_content: str | None
+    audio: NotRequired[ChatAudio]
     tool_calls: NotRequired[list[OpenAICall]]
     mcp_calls: NotRequired[list[HostedCall]]
     mcp_approval_requests: NotRequired[list[ApprovalRequest]]
@@ -217,6 +241,7 @@ class ChatDelta(TypedDict, total=False):
     content: str
     reasoning: str
     reasoning_content: str
+    audio: ChatAudioDelta
     tool_calls: list[ToolCallDelta]
     mcp_calls: list[HostedCall]
     mcp_approval_requests: list[ApprovalRequest]

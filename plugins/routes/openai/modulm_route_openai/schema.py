@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from modulm_server.sampling import LIMITS, SamplingFields
 
@@ -25,6 +25,19 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=-1)] | None = None
     suffix: str | None = None
     prompt_embeds: Any = None
+
+
+class VoiceId(Struct, kw_only=True):
+    """A voice by its id."""
+
+    id: Name
+
+
+class AudioOptions(Struct, kw_only=True):
+    """`audio` of a chat request. format: by default wav, or pcm16 in a stream."""
+
+    voice: Name | VoiceId | None = None
+    format: Name | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -51,7 +64,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     store: bool | None = None
     service_tier: str | None = None
     modalities: list[str] | None = None
-    audio: Any = None
+    audio: AudioOptions | None = None
     prediction: Any = None
     web_search_options: Any = None
     media_io_kwargs: dict[str, Any] | None = None

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SpeechPart"]
 
+#: Flags that name a drafter. Drafters and the part for two models cannot both read single layers.
+_DRAFTERS = ("speculative_config", "spec_method", "spec_model")
+
 
 class SpeechPart(StepPart):
     """In use for models that are a `SpeakingModel`."""
@@ -21,16 +24,26 @@ class SpeechPart(StepPart):
 
     def planner(self, context: PlannerContext) -> PartPlanner | None:
         from modulm_speakers.step.planner import SpeechPlanner
+        from modulm_speakers.step.talker_planner import TalkerPlanner
 
-        return SpeechPlanner(context) if context.values else None
+        if not context.values:
+            return None
+        return TalkerPlanner(context) if "texts" in context.values else SpeechPlanner(context)
 
     def runner(self, built: BuiltModel) -> SpeechRunner | None:
         from modulm_speakers.model import SpeakingModel
         from modulm_speakers.step.runner import SpeechRunner
+        from modulm_speakers.step.talker_runner import TalkerRunner
 
-        if not isinstance(built.loaded.model, SpeakingModel):
+        model = built.loaded.model
+        if not (isinstance(model, SpeakingModel) and model.speaks):
             return None
         if built.mesh.world.size > 1:
             message = "not supported yet: models that speak on several ranks; use replicas"
             raise ConfigError("tensor_parallel_size", message)
-        return SpeechRunner(built)
+        if model.beside_text is None:
+            return SpeechRunner(built)
+        if any(map(built.config.value, _DRAFTERS)):
+            message = "not supported yet: with a named drafter; --speculative auto works"
+            raise ConfigError("enable_audio_output", message)
+        return TalkerRunner(built)

@@ -27,6 +27,7 @@ _ALLOWED: Mapping[str, Sequence[Any]] = {
     "stop": (None, (), []),
     "prompt_logprobs": (None,),
     "structured_outputs": (None,),
+    "speculative": (0,),
 }
 
 
@@ -54,9 +55,6 @@ class SpeechPlanner(PartPlanner):
         params = request.params
         if not isinstance(params, SamplingParams):
             return
-        if request.adapter is not None:
-            message = f"not supported yet: adapters ({request.adapter}) of models that speak"
-            raise RequestError(message, "model")
         for name, allowed in _ALLOWED.items():
             if getattr(params, name) not in allowed:
                 raise RequestError(
@@ -83,7 +81,7 @@ class SpeechPlanner(PartPlanner):
         self._sounds.pop(request, None)
 
     def receive(self, plan: Plan, report: PartReport) -> None:
-        self._report, self._reported = report.value, True
+        self._report, self._reported = report.value.get("frames", {}), True
 
     def settle(self, rows: np.ndarray, ends: np.ndarray, owners: np.ndarray) -> None:
         """Keep the frames of rows that still run."""

@@ -108,7 +108,7 @@ class SpeechRunner(PartRunner):
             at += count
         return evolve(batch, extras={**batch.extras, CODES: self._tensor(codes)})
 
-    def after(self, step: RanStep) -> Mapping[int, Any] | None:
+    def after(self, step: RanStep) -> Mapping[str, Any] | None:
         """Complete and decode the frames of rows with new tokens."""
         plan, numbers = step.plan, [row for row in step.tokens if row in self._rows]
         if not numbers:
@@ -129,7 +129,7 @@ class SpeechRunner(PartRunner):
             if over[index]:
                 self._over.add(number)
             report[number] = [frames[index], samples[index], number in self._over]
-        return report
+        return {"frames": report}
 
     def _complete(
         self, hidden: torch.Tensor, first: torch.Tensor, rows: np.ndarray, positions: np.ndarray
@@ -144,13 +144,15 @@ class SpeechRunner(PartRunner):
         return codes
 
     def _decode(self, codes: torch.Tensor, rows: list[_Row], heard: np.ndarray) -> list[np.ndarray]:
-        """Decode one frame of each row: [frame_samples] float32, or none for marks."""
+        """Decode one frame of each row: [samples] float32, none for marks."""
         samples = [np.zeros(0, dtype=np.float32)] * len(rows)
         at = np.flatnonzero(heard)
         if len(at):
             states = [rows[index].state for index in at]
             sound, states = self._model.decode(codes[self._tensor(at), None], states)
-            for index, wave, state in zip(at.tolist(), sound.cpu().numpy(), states, strict=True):
+            ends = np.cumsum([len(wave) for wave in sound])[:-1]
+            waves = np.split(torch.cat(list(sound)).cpu().numpy(), ends)
+            for index, wave, state in zip(at.tolist(), waves, states, strict=True):
                 samples[index], rows[index].state = wave, state
         return samples
 

@@ -11,6 +11,7 @@ import { excerpts, isLong } from "./retrieval.js";
 import { Run } from "./run.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
+import { speak, useServer } from "./speak.js";
 import { Store, draft, shared } from "./store.js";
 import { Talk } from "./talk.js";
 import { runTool } from "./tools.js";
@@ -41,7 +42,7 @@ export class App {
   async start() {
     for (const conversation of await this.store.all()) this.conversations.set(conversation.id, mended(conversation));
     this.open(location.hash.slice(1));
-    about().then((facts) => { this.facts = facts; this.composer.recorder.offer(facts.attachments); this.connect(); }, () => {});
+    about().then((facts) => { this.facts = facts; this.composer.recorder.offer(facts.attachments); useServer(facts.speech); this.settings.offer(facts.speech); this.show(); this.connect(); }, () => {});
     await this.loadModels();
   }
 
@@ -205,6 +206,12 @@ export class App {
   nodeChanged(conversation, node) {
     if (conversation === this.current) this.talk.changed(node);
     if (this.conversations.has(conversation.id)) this.store.soon(conversation);
+  }
+
+  /** Read a text aloud in the conversation's voice. */
+  speak(text) {
+    const { model, settings } = this.current;
+    return speak(text, model, settings.voice?.trim());
   }
 
   stop() {

@@ -42,6 +42,10 @@ export const GROUPS = [
       ["grammar", "grammar"]] },
     { name: "constraint", label: "Schema, expression, lines or grammar", kind: "text", code: true, wide: true },
   ]],
+  ["Sound", [
+    { name: "spoken", label: "Answers in sound", kind: "choice", options: [["", "no"], ["audio", "yes"]] },
+    { name: "voice", label: "Voice", kind: "text", hint: "model's" },
+  ]],
   ["Tools", [
     { name: "tools", label: "Tools, a JSON array; with a \"url\" beside \"function\" this page can run them; {\"type\": \"mcp\", \"server_label\": ...}: the server does",
       kind: "json", code: true, wide: true, hint: '[{"type": "function", "function": {"name": "get_weather", '

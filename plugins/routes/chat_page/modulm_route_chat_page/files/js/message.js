@@ -6,7 +6,7 @@ import { copyBy } from "./copy.js";
 import { icon, iconButton, make } from "./dom.js";
 import { described, duration } from "./figures.js";
 import { Markdown } from "./markdown.js";
-import { canSpeak, speak } from "./speak.js";
+import { canSpeak } from "./speak.js";
 import { tokensView } from "./tokens.js";
 import { t } from "./words.js";
 
@@ -29,7 +29,8 @@ export class MessageView {
     this.markdown = new Markdown();
     this.thought = make("details", { class: "thought" }, make("summary"), make("div", { class: "said" }));
     this.extra = make("div");
-    this.body.append(this.thought, this.markdown.node, this.extra);
+    this.player = make("audio", { controls: true, preload: "metadata", hidden: true, "aria-label": t("The answer in sound") });
+    this.body.append(this.thought, this.player, this.markdown.node, this.extra);
     this.thought.addEventListener("click", () => { this.touched = true; });
   }
 
@@ -61,8 +62,16 @@ export class MessageView {
     const asTokens = this.tokens && Boolean(logprobs?.length);
     this.markdown.node.hidden = asTokens;
     if (!asTokens) this.markdown.set(content, running);
+    this.updatePlayer();
     this.extra.replaceChildren(...[asTokens && tokensView(logprobs), hosted?.length && hostedView(hosted), calls?.length && this.calls(),
       state === "failed" && this.failure()].filter(Boolean));
+  }
+
+  /** The same sound goes on playing. */
+  updatePlayer() {
+    const { sound } = this.message;
+    this.player.hidden = !sound;
+    if (sound && this.player.src !== sound) this.player.src = sound;
   }
 
   updateThought(reasoning, thinking) {
@@ -103,7 +112,7 @@ export class MessageView {
     this.foot.replaceChildren(...[this.versions(), copy, iconButton("edit", t("Edit"), () => this.edit()),
       answer && iconButton("again", t("Answer again"), () => act.again(message)),
       answer && this.canGoOn() && iconButton("go", t("Continue"), () => act.goOn(message)),
-      answer && canSpeak && message.content && iconButton("speak", t("Read aloud"), () => speak(this.markdown.node.innerText)),
+      answer && canSpeak() && message.content && iconButton("speak", t("Read aloud"), () => act.speak(this.markdown.node.innerText)),
       answer && message.logprobs?.length && iconButton("tokens", t("Tokens"), () => this.toggleTokens(), { "aria-pressed": String(this.tokens) }),
       answer && make("span", { class: "figures" }, [described(message.figures), ended].filter(Boolean).join(" · ")),
     ].filter(Boolean));

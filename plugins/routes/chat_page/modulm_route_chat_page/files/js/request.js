@@ -5,7 +5,7 @@ import { FIELDS, Invalid, valueOf } from "./fields.js";
 import { t } from "./words.js";
 
 /** Fields that are sent under their own name. */
-const OWN = new Set(["format", "constraint", "thinking", "tools", "run_tools", "top_logprobs", "extra", "chat_template_kwargs"]);
+const OWN = new Set(["format", "constraint", "thinking", "tools", "run_tools", "top_logprobs", "extra", "chat_template_kwargs", "spoken", "voice"]);
 
 /** What is sent of a list of nodes. Turns that failed, or gave nothing, are left out. */
 export function history(nodes) {
@@ -58,6 +58,7 @@ export function body(conversation, nodes) {
   if (values.top_logprobs !== undefined) Object.assign(made, { logprobs: true, top_logprobs: values.top_logprobs });
   if (values.tools?.length) made.tools = toolsOf(values.tools).map(({ url, ...tool }) => tool);
   else for (const name of ["tool_choice", "parallel_tool_calls"]) delete made[name];
+  if (values.spoken) Object.assign(made, { modalities: ["text", "audio"], audio: { format: "pcm16", ...(values.voice && { voice: values.voice }) } });
   const thinking = values.thinking ? { enable_thinking: values.thinking === "on" } : {};
   const variables = { ...thinking, ...values.chat_template_kwargs };
   if (Object.keys(variables).length) made.chat_template_kwargs = variables;

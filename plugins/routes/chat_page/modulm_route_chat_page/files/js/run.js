@@ -3,6 +3,8 @@
 
 import { ask } from "./api.js";
 import { noFigures, takeDrafts, takeUsage } from "./figures.js";
+import { joined, wavUrl } from "./sound.js";
+import { rate } from "./speak.js";
 import { events } from "./sse.js";
 
 export class Run {
@@ -15,6 +17,7 @@ export class Run {
     this.clocks = nodes.map(() => ({ first: null, last: null }));
     this.before = nodes.map((node) => node.figures?.generated ?? 0);
     this.ended = new Set();
+    this.sound = [];
   }
 
   stop() {
@@ -29,12 +32,20 @@ export class Run {
       const { signal } = this.control;
       const response = await ask("v1/chat/completions", await this.body(signal), signal);
       for await (const chunk of events(response)) this.take(chunk);
+      await this.keepSound();
       this.end("done");
     } catch (error) {
+      await this.keepSound();
       if (error.name === "AbortError") this.end("stopped");
       else this.end("failed", error);
     }
     return this;
+  }
+
+  /** Make a file of the sound of the only answer. */
+  async keepSound() {
+    const pieces = this.sound.splice(0);
+    if (pieces.length) this.nodes[0].sound = await wavUrl(joined(pieces), rate());
   }
 
   open(node) {
@@ -78,6 +89,8 @@ export class Run {
       node.thought = (now - clock.thinking) / 1000;
     }
     if (delta.content) node.content += delta.content;
+    if (delta.audio?.transcript) node.content += delta.audio.transcript;
+    if (delta.audio?.data) this.sound.push(delta.audio.data);
     for (const part of delta.tool_calls ?? []) takeCall(node, part);
     for (const call of delta.mcp_calls ?? []) (node.hosted ??= []).push(call);
     for (const { id, server_label } of delta.mcp_approval_requests ?? []) (node.approvals ??= {})[id] = server_label;

@@ -23,6 +23,7 @@ export class Settings {
       make("div", { class: "row" },
         make("button", { type: "button", id: "as-default", onclick: asDefault }, t("Use for new chats")),
         make("button", { type: "button", id: "reset", onclick: () => this.reset() }, t("Reset"))));
+    this.offer();
     byId("toggle-settings").addEventListener("click", () => this.toggle());
     this.panel.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
@@ -55,6 +56,16 @@ export class Settings {
     const fold = input.closest("details");
     if (fold) fold.open = true;
     input.focus();
+  }
+
+  /** Show the settings of sound if the server speaks; speech: `about.speech`. */
+  offer(speech) {
+    for (const [name, shown] of [["spoken", speech?.answers], ["voice", speech]]) {
+      const field = this.inputs.get(name).closest("label");
+      field.hidden = !shown;
+      if (shown && name === "voice") this.inputs.get(name).placeholder = speech.voices.slice(0, 3).join(", ");
+    }
+    this.inputs.get("voice").closest("details").hidden = !speech;
   }
 
   reset() {

@@ -1,14 +1,55 @@
-// Reading answers aloud, with voices of this machine only: others would send the text elsewhere.
+// Reading answers aloud: with the server's model if it speaks, or else with voices of this machine
+// only, since others would send the text elsewhere.
 
+import { ask } from "./api.js";
 import { toast } from "./dom.js";
+import { wavUrl } from "./sound.js";
 import { t } from "./words.js";
 
 const speech = globalThis.speechSynthesis;
 
-export const canSpeak = Boolean(speech && globalThis.SpeechSynthesisUtterance);
+/** What the server says of its voice (`about.speech`), and what it is reading now. */
+let server = null, reading = null;
+
+/** Read with the server from now on, if it speaks. */
+export function useServer(facts) {
+  server = facts ?? null;
+}
+
+export const canSpeak = () => Boolean(server || (speech && globalThis.SpeechSynthesisUtterance));
+
+/** Samples per second of the server's sound. */
+export const rate = () => server?.rate;
 
 /** Read a text aloud, or stop if something is being read. */
-export async function speak(text) {
+export function speak(text, model, voice) {
+  return server ? readByServer(text, model, voice) : readHere(text);
+}
+
+async function readByServer(text, model, voice) {
+  const before = reading;
+  reading = null;
+  if (before) {
+    before.stop();
+    return;
+  }
+  const control = new AbortController(), own = { stop: () => control.abort() };
+  reading = own;
+  try {
+    const asked = { model, input: text, response_format: "pcm", ...(voice && { voice }) };
+    const response = await ask("v1/audio/speech", asked, control.signal);
+    const player = new Audio(await wavUrl(new Uint8Array(await response.arrayBuffer()), server.rate));
+    if (reading !== own) return;
+    own.stop = () => player.pause();
+    player.addEventListener("ended", () => { if (reading === own) reading = null; });
+    await player.play();
+  } catch (error) {
+    if (reading === own) reading = null;
+    if (error.name !== "AbortError") toast(error.message);
+  }
+}
+
+async function readHere(text) {
   if (speech.speaking || speech.pending) {
     speech.cancel();
     return;
