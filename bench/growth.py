@@ -14,6 +14,7 @@ linear, 0 constant. Without `--full` sizes end where a measurement takes about a
 | arrivals | adding a request | waiting requests |
 | memory | bytes of a waiting request, without its prompt | waiting requests |
 | prefixes | admission of a request | blocks in the prefix index |
+| entries | bytes of a block in the prefix index, with its place in the pool | blocks in the index |
 | stops | a token | stop strings |
 | tools | rendering a request | tools |
 | messages | rendering and tokenizing a request | messages |
@@ -33,6 +34,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -46,6 +48,7 @@ from typing import Any
 import httpx
 import numpy as np
 import uvicorn
+from harness import Held
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Capacity, GroupCapacity, Plan, StepResult
@@ -72,7 +75,8 @@ SIZES: dict[str, tuple[list[int], list[int]]] = {
     "waiting": ([1, 100, 1_000, 10_000], [100_000]),
     "arrivals": ([1, 100, 1_000, 10_000], [100_000]),
     "memory": ([100, 1_000, 10_000], [100_000]),
-    "prefixes": ([1_000, 10_000, 100_000], [1_000_000]),
+    "prefixes": ([1_000, 10_000, 100_000], [1_000_000, 10_000_000]),
+    "entries": ([100_000], [1_000_000, 10_000_000]),
     "stops": ([1, 10, 100, 1_000], []),
     "tools": ([1, 10, 100, 1_000], []),
     "messages": ([1, 10, 100, 1_000], [10_000]),
@@ -175,15 +179,24 @@ def memory(size: int) -> float:
     return queue(size, memory=True)[1]
 
 
-def prefixes(size: int) -> float:
-    """Fill the index with blocks of ended requests, then admit requests of which half is known."""
-    length = 32 * BLOCK
+#: Tokens of the prompts that fill a prefix index.
+INDEXED = 32 * BLOCK
+
+
+def indexed(size: int) -> Any:
+    """A scheduler whose prefix index has the blocks of ended requests."""
     made = scheduler(8, size + 8 * 40)
     for index in range(max(size // 32, 1)):
-        made.add(request(f"p{index}", length, index, new=1))
+        made.add(request(f"p{index}", INDEXED, index, new=1))
         step(made)
+    return made
+
+
+def prefixes(size: int) -> float:
+    """Admit requests of which half is known."""
+    made = indexed(size)
     more = [
-        request(f"m{index}", length, index if index % 2 else 10**6 + index, 1)
+        request(f"m{index}", INDEXED, index if index % 2 else 10**6 + index, 1)
         for index in range(60)
     ]
     began = time.process_time()
@@ -191,6 +204,14 @@ def prefixes(size: int) -> float:
         made.add(each)
         step(made)
     return (time.process_time() - began) / len(more)
+
+
+def entries(size: int) -> float:
+    before = Held.by([os.getpid()]).memory
+    made = indexed(size)
+    used = Held.by([os.getpid()]).memory - before
+    del made
+    return used * 1024 / size
 
 
 def stops(size: int) -> float:
@@ -400,7 +421,7 @@ def main() -> None:
         costs = [globals()[name](size) for size in sizes]
         fitted = slope(sizes, costs)
         table[name] = {"sizes": sizes, "costs": costs, "slope": fitted}
-        unit, scale = ("B", 1.0) if name == "memory" else ("us", 1e6)
+        unit, scale = ("B", 1.0) if name in ("memory", "entries") else ("us", 1e6)
         scaled = [cost * scale for cost in costs]
         each = ", ".join(f"{size:,}: {cost:,.1f}" for size, cost in zip(sizes, scaled, strict=True))
         print(f"| {name}, {unit} | {fitted:.2f} | {each} |", flush=True)
