@@ -1,8 +1,8 @@
 """Drafts, as they are by default, beside plain decoding, in five kinds of work.
 
     python bench/speculation_auto.py [--rounds 5] [--prompts 2] [--tokens 400] [--streams 1]
-                                     [--part demo|replay|grammar] [--folder FOLDER] [--json FILE]
-                                     [--force]
+                                     [--part demo|replay|grammar|steps] [--folder FOLDER]
+                                     [--json FILE] [--force]
 
 - `demo`: the embedded model answers held-out prompts of its recipe. Its steps take less than a
   millisecond: by default it drafts nothing. With `--force`, it drafts as `--speculative auto` does.
@@ -11,6 +11,9 @@
   summary that quotes, an unrelated page, a text in which each word is replaced. Steps, drafts and
   verification are real; only the choice of the token is not the model's.
 - `grammar`: replays of JSON with fixed keys, which a schema determines.
+- `steps`: the drafter alone is driven through the texts of `replay`, without a model, by a clock in
+  which a token more than one costs 0.15 of a step (AVX2), or in which 4 cost as much as one and 16
+  2.4 times that: steps, tokens per step, and the gain by these clocks. The same on any machine.
 
 Both engines are in one process and take turns, in changing order. Each round has a cache salt of
 its own, so that no answer is drafted from the same answer in an earlier round. For each kind:
@@ -27,9 +30,10 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,11 +41,14 @@ import torch
 from transformers import AutoTokenizer
 
 from modulm import LLM, SamplingParams
+from modulm.contracts.drafter import DraftStep
 from modulm.contracts.sampling import StructuredOutputs
 from modulm.engine.sampling.sampler import Chosen
 from modulm.testing.checkpoints import make_tiny
 from modulm_demo import Demo
 from modulm_demo.recipe.generator import heldout
+from modulm_speculation.adaptive import Adaptive
+from modulm_speculator_suffix.speculator import Suffix, SuffixOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Kind of work -> category of the recipe. The recipe has no code; its edits are of sentences.
@@ -205,6 +212,77 @@ def compare(
     }  # fmt: skip
 
 
+#: Name -> the time of a step of so many tokens.
+CLOCKS: dict[str, Callable[[int], float]] = {
+    "AVX2": lambda tokens: 1.0 + 0.15 * (tokens - 1),
+    "cheap": lambda tokens: 1.0 + 1.4 / 12 * max(tokens - 4, 0),
+}
+
+
+def drive(
+    pairs: Sequence[Pair], cost: Callable[[int], float], trees: bool
+) -> tuple[int, int, int, float]:
+    """Drive the drafter of `--speculative auto` through answers, one after the other.
+
+    Returns steps, drafted and accepted tokens, and how many times as long decoding takes without
+    drafts.
+    """
+    clock = [0.0]
+    options = SuffixOptions(suffix_decoding_max_spec_factor=4.0, trees=trees)
+    drafter = Adaptive(Suffix(options), lambda: clock[0])
+    steps = drafted = accepted = count = 0
+    for prompt, answer in pairs:
+        drafter.admit(0, len(prompt), None)
+        text = np.array([*prompt, *answer], dtype=np.int64)
+        at, size = len(prompt) + 1, 1
+        while at < len(text):
+            drafts: Sequence[int] = ()
+            branches: Sequence[Any] = ()
+            if not drafter.rest(1):
+                batch: Any = SimpleNamespace(tokens=np.zeros(size))
+                step = DraftStep([0], [text[:at]], [drafter.most], batch, np.zeros(1))
+                drafts = drafter.propose(step)[0].tolist()[: len(text) - at - 1]
+                branches = drafter.branches()[0] if trees else ()
+            right = same(text[at:], drafts)
+            size = 1 + len(drafts) + sum(len(tokens) for _, tokens in branches)
+            for depth, tokens in branches:
+                if depth == right and (more := same(text[at + depth :], tokens)):
+                    right += more
+                    break
+            clock[0] += cost(size)
+            at += right + 1
+            steps, count = steps + 1, count + right + 1
+            drafted, accepted = drafted + size - 1, accepted + right
+        drafter.release(0)
+    return steps, drafted, accepted, count * cost(1) / clock[0]
+
+
+def same(text: np.ndarray, tokens: Sequence[int]) -> int:
+    """Return how many of the tokens the text begins with."""
+    equal = text[: len(tokens)] == np.asarray(tokens[: len(text)], dtype=np.int64)
+    return len(equal) if equal.all() else int(equal.argmin())
+
+
+def print_steps(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Print what the drafter does without a model; return the figures."""
+    tokenizer = AutoTokenizer.from_pretrained(Demo.source())
+    each = "steps | a step | accepted / drafted | gain"
+    print(f"| work, clock | tokens | {each} | with trees: {each} |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    table: dict[str, Any] = {}
+    for kind, pairs in replays(tokenizer.encode, arguments.prompts, arguments.tokens):
+        tokens = sum(len(answer) - 1 for _, answer in pairs)
+        for name, cost in CLOCKS.items():
+            both = [drive(pairs, cost, trees) for trees in (False, True)]
+            table[f"{kind}, {name}"] = [tokens, *both]
+            cells = " | ".join(
+                f"{steps} | {tokens / steps:.2f} | {accepted} / {drafted} | {gain:.2f}"
+                for steps, drafted, accepted, gain in both
+            )
+            print(f"| {kind}, {name} | {tokens} | {cells} |")
+    return table
+
+
 def work(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run the measurements and yield their figures."""
     common = {"max_model_len": 4096, "enable_prefix_caching": False, "max_num_seqs": 32}
@@ -276,6 +354,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--force", action="store_true")
     arguments = parser.parse_args()
+    if arguments.part == ["steps"]:
+        steps = print_steps(arguments)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(steps, indent=1))
+        return
     table = {}
     print(
         "| work | tokens | steps | with drafts | accepted / drafted | CPU | seconds "

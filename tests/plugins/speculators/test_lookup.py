@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -175,6 +176,47 @@ def test_text_that_repeats_is_drafted_whole() -> None:
     suffix = Suffix(SuffixOptions(suffix_decoding_max_spec_factor=4))
     drafts = drafts_per_step(suffix, [1, 2, 3], [1, 2, 3] * 20)
     assert drafts[-2] == [*drafts[-2][:3]] * 2 + drafts[-2][:2]
+
+
+#: Tokens between the values of a table's rows, and around those of the answer's records.
+_COLUMN, _ROW, _KEYS = 1, 2, ([3, 4], [5, 6, 7], [8])
+
+
+def table(values: list[list[list[int]]]) -> tuple[list[int], list[int]]:
+    """A prompt of rows of values, and an answer with a record for each row."""
+    prompt, answer = [9], []
+    for row in values:
+        for index, value in enumerate(row):
+            prompt += [*value, _ROW if index == len(row) - 1 else _COLUMN]
+            answer += [*_KEYS[index], *value]
+    return prompt, answer
+
+
+def test_records_take_their_values_from_the_next_row_of_the_prompt() -> None:
+    draw, fresh = random.Random(0), iter(range(100, 10_000))
+    values = [[[next(fresh) for _ in range(draw.randint(2, 5))] for _ in _KEYS] for _ in range(12)]
+    prompt, answer = table(values)
+    suffix = Suffix(SuffixOptions(suffix_decoding_max_spec_factor=4))
+    steps = len(drafts_per_step(suffix, prompt, answer))
+    first = sum(map(len, (*values[0], *_KEYS)))
+    assert steps < first + (len(answer) - first) / 5, "8 drafts a step once the form is known"
+    suffix.admit(1, len(prompt), None)
+    known = [*prompt, *answer[: -len(answer) // 3]]
+    (draft,) = proposed(suffix, known, rows=[1], most=8)
+    assert draft == answer[len(known) - len(prompt) :][:8]
+
+
+@given(st.lists(st.integers(0, 4), max_size=40), st.lists(st.integers(0, 4), max_size=60))
+def test_records_of_any_text(prompt, answer) -> None:
+    """Wherever the links point: drafts are tokens of the text, whatever the steps are."""
+    whole, text = Answers(), [*prompt, *answer]
+    records = whole.records(len(prompt))
+    whole.extend(text)
+    records.advance(answer[:20])
+    for token in answer[20:]:
+        assert set(records.draft(6)) <= set(text)
+        records.advance([token])
+    assert len(records) == len(answer)
 
 
 def test_classes_are_by_the_length_of_the_match() -> None:

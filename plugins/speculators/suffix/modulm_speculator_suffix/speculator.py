@@ -19,6 +19,8 @@ from attrs import define, frozen
 from modulm.contracts.drafter import DraftStep
 from modulm.errors import ConfigError
 from modulm_speculation import Options, Speculator
+from modulm_speculation.speculator import Branch
+from modulm_speculator_suffix.records import Records
 
 if TYPE_CHECKING:
     from modulm.contracts.checkpoint import Checkpoint
@@ -38,6 +40,13 @@ _CHANGES, _WINDOW = 6, 12
 #: Lengths of matches whose drafts are counted apart, and the class of those after a change.
 _LENGTHS = (2, 4, 8)
 _CHANGED = len(_LENGTHS) + 1
+#: Shares of right drafts that classes of drafts from records end at. Such drafts are used from the
+#: first one on, if fewer of those from copied texts were right.
+_SHARES = (0.3, 0.7, 0.9)
+#: Weight of the last token in the share of right drafts.
+_NEW = 0.08
+#: Branches beside a row's drafts, and their longest length.
+_BRANCHES, _BRANCH = 4, 8
 _NONE = np.zeros(0, dtype=np.int64)
 #: Maximum cache salts whose answers are stored.
 _SALTS = 64
@@ -49,7 +58,8 @@ class SuffixOptions(Options):
 
     suffix_decoding_max_tree_depth: maximum tokens compared. ..._max_cached_requests: earlier
     answers stored, 0 for none. ..._max_spec_factor: maximum drafts per matching token.
-    ..._min_token_prob: minimum share of the matches, for a draft and all before it.
+    ..._min_token_prob: minimum share of the matches, for a draft and all before it. trees: draft
+    several continuations at once; attention needs masks.
     """
 
     num_speculative_tokens: int = 16
@@ -57,6 +67,7 @@ class SuffixOptions(Options):
     suffix_decoding_max_cached_requests: int = 1000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
+    trees: bool = False
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -118,6 +129,10 @@ class Answers:
         """Whether the two tokens occur, followed by another token."""
         positions = self._places.get(pair)
         return positions is not None and positions[0] < len(self._tokens) - 1
+
+    def records(self, first: int) -> Records:
+        """Return the records of the text from its token `first` on, which copies those before."""
+        return Records(self._tokens, self._places, first + 1)
 
     def end(self) -> None:
         """End the current text."""
@@ -187,26 +202,31 @@ class _Row:
 
     text, place: what it copies, and the position there of its last token. same: how many tokens
     before are the same; a change halves it. changed: how many were changed in a row, from `start`
-    on, until the next two are the same (`since`).
+    on, until the next two are the same (`since`). share: of the latest tokens, how many followed in
+    the copied text.
     """
 
     own: Answers
     length: int
     salt: str | None
+    records: Records
     text: Answers | None = None
     place: int = 0
     same: int = 0
     changed: int = 0
     since: int = 0
     start: int = 0
+    share: float = 0.0
 
     def advance(self, tokens: Iterable[int]) -> None:
         """Move on in the copied text by the row's new tokens."""
         for token in tokens:
+            self.share -= _NEW * self.share
             if self.text is None:
-                return
+                continue
             following = self.text.after(self.place, 1)
             if following == [token]:
+                self.share += _NEW
                 self.place, self.same, self.since = self.place + 1, self.same + 1, self.since + 1
                 if self.since >= 2:
                     self.changed = 0
@@ -261,7 +281,7 @@ class Suffix(Speculator):
     Config: ClassVar[type] = SuffixOptions
     cheap: ClassVar[bool] = True
     preference: ClassVar[int] = 10
-    classes: ClassVar[int] = _CHANGED + 1
+    classes: ClassVar[int] = _CHANGED + len(_SHARES) + 1
 
     @classmethod
     def automatic(
@@ -276,9 +296,14 @@ class Suffix(Speculator):
         self._rows: dict[int, _Row] = {}
         self._earlier: OrderedDict[str | None, Earlier] = OrderedDict()
         self._classes: list[int] = []
+        self.trees = config.trees
+        #: Of the last proposal: branches by row; of the row being looked at: other continuations.
+        self._branches: list[Sequence[Branch]] = []
+        self._others: list[list[int]] = []
 
     def admit(self, row: int, prompt: int, salt: str | None) -> None:
-        self._rows[row] = _Row(Answers(), prompt, salt)
+        own = Answers()
+        self._rows[row] = _Row(own, prompt, salt, own.records(prompt))
 
     def release(self, row: int) -> None:
         gone = self._rows.pop(row, None)
@@ -293,6 +318,7 @@ class Suffix(Speculator):
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         self._classes.clear()
+        self._branches = []
         return [
             self._of(self._rows[row], history, most)
             for row, history, most in zip(step.rows, step.histories, step.most, strict=True)
@@ -301,18 +327,38 @@ class Suffix(Speculator):
     def classes_of_drafts(self) -> Sequence[int]:
         return self._classes
 
+    def branches(self) -> Sequence[Sequence[Branch]]:
+        return self._branches
+
     def _of(self, row: _Row, history: np.ndarray, most: int) -> np.ndarray:
-        new = history[len(row.own) :].tolist()
+        self._others = []
+        drafts = self._best(row, history, most)
+        if self.trees:
+            self._branches.append(_branches(drafts, self._others) if drafts else ())
+        return np.array(drafts, dtype=np.int64) if drafts else _NONE
+
+    def _best(self, row: _Row, history: np.ndarray, most: int) -> list[int]:
+        """Return the most likely continuation of a row, and keep others in `_others`."""
+        before = len(row.own)
+        new = history[before:].tolist()
         row.own.extend(new)
         row.advance(new)
+        row.records.advance(new[max(row.length - before, 0) :])
         depth = self._options.suffix_decoding_max_tree_depth
         drafts: list[int] = []
         if row.text is None or row.same < depth:
             drafts = self._search(row, history, most)
         if not drafts and row.text is not None:
             drafts = row.text.after(row.place, self._count(row, most))
+        share = row.records.share
+        if share > max(row.share, _SHARES[0]) and (records := row.records.draft(most)):
+            self._classes.append(_CHANGED + bisect_left(_SHARES, share))
+            self._others.insert(0, drafts)
+            return records
+        if self.trees:
+            self._others.insert(0, row.records.draft(most))
         self._classes.append(_CHANGED if row.changed else bisect_left(_LENGTHS, row.same))
-        return np.array(drafts, dtype=np.int64) if drafts else _NONE
+        return drafts
 
     def _search(self, row: _Row, history: np.ndarray, most: int) -> list[int]:
         """Draft from the longest match, if it is longer than that with the copied text."""
@@ -327,10 +373,26 @@ class Suffix(Speculator):
             return []
         row.text, row.same, row.changed, row.since = text, length, 0, 0
         least = self._options.suffix_decoding_min_token_prob
-        drafts, row.place = text.follow(places, self._count(row, most), least)
+        count = self._count(row, most)
+        drafts, row.place = text.follow(places, count, least)
+        if self.trees:
+            self._others += [text.after(place, count) for place in places[::-1].tolist()]
         return drafts
 
     def _count(self, row: _Row, most: int) -> int:
         """Return how many tokens to draft."""
         factor = self._options.suffix_decoding_max_spec_factor
         return min(most, int(max(row.same, 2) * factor))
+
+
+def _branches(drafts: Sequence[int], others: Iterable[Sequence[int]]) -> list[Branch]:
+    """Return the continuations that leave the drafts somewhere, the first of each place."""
+    found: dict[tuple[int, int], Branch] = {}
+    for tokens in others:
+        depth = 0
+        while depth < min(len(tokens), len(drafts)) and tokens[depth] == drafts[depth]:
+            depth += 1
+        if depth < min(len(tokens), len(drafts)) and len(found) < _BRANCHES:
+            branch = np.array(tokens[depth : depth + _BRANCH], dtype=np.int64)
+            found.setdefault((depth, tokens[depth]), (depth, branch))
+    return list(found.values())
