@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,10 @@ from modulm.contracts.executor import PartReport, Plan, RowFailure, RowStart, St
 from modulm_wire.packing import (
     decode,
     encode,
+    pack_arrays,
     pack_logprobs,
     pack_params,
+    unpack_arrays,
     unpack_logprobs,
     unpack_params,
 )
@@ -35,24 +37,36 @@ class PlanCodec:
 
     def encode_plan(self, plan: Plan) -> bytes:
         """Encode a plan. Raises TypeError for parameters of a request that are not plain data."""
-        table = _table(plan, Plan)
+        arrays = [plan.rows, plan.starts, plan.counts, plan.tokens, plan.samples, *plan.tables]
+        table: dict[str, Any] = {}
+        if plan.drafted is not None:
+            table["drafted"] = plan.drafted
+        if plan.state_slots:
+            table["state_slots"] = plan.state_slots
+        if plan.release:
+            table["release"] = plan.release
         if plan.admit:
             table["admit"] = [self._pack_start(start) for start in plan.admit]
         if plan.parts:
             table["parts"] = self.pack_parts(plan.parts)
-        return encode(table)
+        return _join((plan.step, table), arrays)
 
     def decode_plan(self, data: bytes | bytearray | memoryview) -> Plan:
-        table = decode(data)
-        for name in ("tables", "release", "state_slots"):
-            table[name] = tuple(table.get(name, ()))
-        table["admit"] = tuple(self._unpack_start(start) for start in table.get("admit", ()))
-        if "parts" in table:
-            table["parts"] = self._map(table["parts"], lambda part: part.unpack_plan)
-        return Plan(**table)
+        (step, table), arrays = _split(data)
+        rows, starts, counts, tokens, samples, *tables = arrays
+        if table:
+            for name in ("release", "state_slots"):
+                table[name] = tuple(table.get(name, ()))
+            table["admit"] = tuple(self._unpack_start(start) for start in table.get("admit", ()))
+            if "parts" in table:
+                table["parts"] = self._map(table["parts"], lambda part: part.unpack_plan)
+        return Plan(step, rows, starts, counts, tokens, tuple(tables), samples, **table)
 
     def encode_result(self, result: StepResult) -> bytes:
+        if not self._has_more(result):
+            return _join((result.step, result.seconds, None), [result.tokens])
         table = _table(result, StepResult)
+        del table["tokens"]
         for name in ("logprobs", "prompt_logprobs"):
             if name in table:
                 table[name] = {row: pack_logprobs(some) for row, some in table[name].items()}
@@ -62,10 +76,21 @@ class PlanCodec:
             }
         if result.parts:
             table["parts"] = [self._pack_report(report) for report in result.parts]
-        return encode(table)
+        return _join((result.step, result.seconds, table), [result.tokens])
+
+    def _has_more(self, result: StepResult) -> bool:
+        """Whether a result has more than tokens, one of each row."""
+        return (
+            result.accepted is not None or result.routed is not None or bool(result.parts)
+            or bool(result.logprobs or result.prompt_logprobs or result.errors)
+            or bool(result.unfinished)
+        )  # fmt: skip
 
     def decode_result(self, data: bytes | bytearray | memoryview) -> StepResult:
-        table = decode(data)
+        (step, seconds, table), (tokens,) = _split(data)
+        if table is None:
+            return StepResult(step, tokens, seconds=seconds)
+        table["tokens"] = tokens
         for name in ("logprobs", "prompt_logprobs"):
             if name in table:
                 table[name] = {row: unpack_logprobs(some) for row, some in table[name].items()}
@@ -117,6 +142,18 @@ class PlanCodec:
     def _unpack_report(self, packed: tuple[str, Any, int]) -> PartReport:
         part, value, rank = packed
         return PartReport(part, self._parts[part].unpack_report(value), rank)
+
+
+def _join(values: tuple[Any, ...], arrays: Sequence[np.ndarray]) -> bytes:
+    """Encode plain values and arrays."""
+    head = encode(values)
+    return len(head).to_bytes(4, "big") + head + pack_arrays(arrays)
+
+
+def _split(data: bytes | bytearray | memoryview) -> tuple[Any, list[np.ndarray]]:
+    """Return the plain values and the arrays of `_join`."""
+    end = 4 + int.from_bytes(data[:4], "big")
+    return decode(data[4:end]), unpack_arrays(data[end:])
 
 
 def _table(value: Any, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ Used by both codecs: between front end and engine, and between engine and worker
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,15 +22,19 @@ __all__ = [
     "changed",
     "decode",
     "encode",
+    "pack_arrays",
     "pack_logprobs",
     "pack_media",
     "pack_params",
+    "unpack_arrays",
     "unpack_logprobs",
     "unpack_media",
     "unpack_params",
 ]
 
 _ARRAY = 1
+#: Bytes whose multiples are the offsets of several arrays.
+_ALIGNED = 8
 
 
 def _extension(value: Any) -> Any:
@@ -74,6 +79,50 @@ def encode(value: Any) -> bytes:
 def decode(data: bytes | bytearray | memoryview) -> Any:
     """Decode a value; tuples become lists."""
     return _decoder.decode(data)
+
+
+def pack_arrays(arrays: Sequence[np.ndarray]) -> bytes:
+    """Encode several arrays at once, which takes a fraction of the time of one by one."""
+    pieces = [_heads(tuple([(array.dtype, array.shape) for array in arrays]))]
+    for array in arrays:
+        pieces.append(array.tobytes())
+        if rest := -array.nbytes % _ALIGNED:
+            pieces.append(bytes(rest))
+    return b"".join(pieces)
+
+
+def unpack_arrays(data: bytes | bytearray | memoryview) -> list[np.ndarray]:
+    """Decode arrays as parts of one copy, which are writable and aligned."""
+    start = int.from_bytes(data[:4], "big")
+    buffer = bytearray(data[start:])
+    return [
+        np.frombuffer(buffer, dtype, count, at)
+        if shape is None
+        else np.frombuffer(buffer, dtype, count, at).reshape(shape)
+        for dtype, count, at, shape in _kinds(bytes(data[4:start]))
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _heads(kinds: tuple[tuple[np.dtype, tuple[int, ...]], ...]) -> bytes:
+    """Encode the header of several arrays: its length, then dtypes and shapes."""
+    head = msgspec.msgpack.encode([(dtype.str, shape) for dtype, shape in kinds])
+    return (len(head) + 4).to_bytes(4, "big") + head
+
+
+@lru_cache(maxsize=1024)
+def _kinds(head: bytes) -> list[tuple[np.dtype, int, int, tuple[int, ...] | None]]:
+    """Decode the header of several arrays: dtype, elements, offset, and shape if not [n], of
+    each.
+    """
+    found, at = [], 0
+    for name, sizes in msgspec.msgpack.decode(head):
+        dtype, shape = np.dtype(name), tuple(sizes)
+        count = math.prod(shape)
+        found.append((dtype, count, at, None if len(shape) == 1 else shape))
+        at += count * dtype.itemsize
+        at += -at % _ALIGNED
+    return found
 
 
 def changed(value: Any) -> dict[str, Any]:
