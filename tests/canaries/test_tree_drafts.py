@@ -158,7 +158,7 @@ def test_aborts_leave_nothing_behind(folder, plugins, expected) -> None:
 @pytest.mark.parametrize(
     ("architecture", "settings", "why"),
     [
-        ("LlamaForCausalLM", {"attention_backend": "cpu_paged"}, "does not do masks"),
+        ("LlamaForCausalLM", {"attention_backend": "flash_attn"}, "does not do masks"),
         ("Gemma2ForCausalLM", {}, "cannot mask tokens of a step with window"),
         ("Mamba2ForCausalLM", {}, "a recurrent state needs all tokens in order"),
     ],

@@ -14,8 +14,10 @@ from typing import Any
 from modulm_kernels_cpu.attention import (
     CACHE_DTYPES,
     MAX_HEAD_SIZE,
+    MOST_MASKED,
     attention_ops,
     cache_shape,
+    copy_tokens,
 )
 from modulm_kernels_cpu.convolution import convolution_ops
 from modulm_kernels_cpu.elementwise import elementwise_ops
@@ -34,9 +36,11 @@ __all__ = [
     "Library",
     "LibraryMissing",
     "MAX_HEAD_SIZE",
+    "MOST_MASKED",
     "PackedExperts",
     "PackedLinear",
     "cache_shape",
+    "copy_tokens",
     "levels",
     "load",
     "ops",

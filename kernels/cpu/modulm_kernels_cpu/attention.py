@@ -22,9 +22,11 @@ from modulm_kernels_cpu.library import Library
 __all__ = [
     "CACHE_DTYPES",
     "MAX_HEAD_SIZE",
+    "MOST_MASKED",
     "attention_ops",
     "cache_arguments",
     "cache_shape",
+    "copy_tokens",
     "need_heads",
 ]
 
@@ -35,6 +37,8 @@ CACHE_DTYPES = {
 #: Those with scales.
 _SCALED = (torch.int8, torch.uint8)
 MAX_HEAD_SIZE = 1024
+#: New tokens of a sequence with masks.
+MOST_MASKED = 64
 
 _UNIT = 32  # block sizes and head sizes are padded to multiples of this
 _SCALES = 8  # bytes for the scales of a key and a value
@@ -64,6 +68,32 @@ def _width(size: int, value_size: int | None, dtype: torch.dtype) -> int:
 
 def _padded(size: int) -> int:
     return -(-size // _UNIT) * _UNIT
+
+
+def copy_tokens(
+    cache: Tensor, size: int, value_size: int | None, source: Tensor, target: Tensor
+) -> None:
+    """Copy tokens inside a cache; all are read before any is written.
+
+    size, value_size: as for `cache_shape`. source, target: [n] int64 slots.
+    """
+    blocks, heads, block, _ = cache.shape
+    plain = cache.dtype in (torch.float32, torch.float16)
+    group = 1 if plain else 4 if cache.dtype == torch.int8 else 2
+    flat = cache.view(blocks, heads, -1)
+    keys = 0 if value_size == 0 else _padded(size) * block
+    values = _padded(value_size or size) * block
+    from_, from_at = source // block, source % block
+    to, to_at = target // block, target % block
+    if keys:
+        lines = flat[..., :keys].unflatten(2, (-1, block, group))
+        lines[to, :, :, to_at] = lines[from_, :, :, from_at]
+    rows = flat[..., keys : keys + values].unflatten(2, (block // group, -1, group))
+    picked = rows[from_, :, from_at // group, :, from_at % group]
+    rows[to, :, to_at // group, :, to_at % group] = picked
+    if cache.dtype in _SCALED and keys:
+        scales = flat[..., keys + values :].unflatten(2, (2, block, 4))
+        scales[to, :, :, to_at] = scales[from_, :, :, from_at]
 
 
 def attention_ops(library: Library) -> dict[str, Callable[..., Any]]:
@@ -195,7 +225,7 @@ def _qkv_prepare(library: Library) -> Callable[..., Tensor]:
 
 def _plan_attention(library: Library) -> Callable[..., Tensor]:
     count = library.call("plan_records", "pnn", ctypes.c_int64)
-    call = library.call("plan_attention", "ppnnnnip")
+    call = library.call("plan_attention", "ppnnnnipp")
 
     def plan_attention(
         query_starts: Tensor,
@@ -204,8 +234,13 @@ def _plan_attention(library: Library) -> Callable[..., Tensor]:
         kv_heads: int,
         window: int = 0,
         causal: bool = True,
+        masks: Tensor | None = None,
     ) -> Tensor:
-        """Divide the work of a step, for `paged_attention` in all layers of one kind."""
+        """Divide the work of a step, for `paged_attention` in all layers of one kind.
+
+        masks: [tokens] int64; bit i: whether the token sees its sequence's new token i, of at most
+        `MOST_MASKED`. 0 in sequences that are causal.
+        """
         contiguous("query_starts", query_starts, torch.int32)
         contiguous("context_lens", context_lens, torch.int32)
         sequences, group = context_lens.shape[0], heads // kv_heads
@@ -214,7 +249,7 @@ def _plan_attention(library: Library) -> Callable[..., Tensor]:
         plan = query_starts.new_empty(count(starts, sequences, group) * _RECORD)
         call(
             starts, context_lens.data_ptr(), sequences, group, kv_heads, window, int(causal),
-            plan.data_ptr(),
+            _masks_pointer(masks), plan.data_ptr(),
         )  # fmt: skip
         return plan
 
@@ -222,7 +257,7 @@ def _plan_attention(library: Library) -> Callable[..., Tensor]:
 
 
 def _paged_attention(library: Library) -> Callable[..., Tensor]:
-    call = library.call("paged_attention", "pnnnnnipnnnniipnppnfnfppipp")
+    call = library.call("paged_attention", "pnnnnnipnnnniipnppnfnfppippp")
 
     def paged_attention(
         q: Tensor,
@@ -238,6 +273,7 @@ def _paged_attention(library: Library) -> Callable[..., Tensor]:
         alibi: Tensor | None = None,
         causal: bool = True,
         plan: Tensor | None = None,
+        masks: Tensor | None = None,
     ) -> Tensor:
         need_heads("q", q)
         tokens, heads, size = q.shape
@@ -270,12 +306,19 @@ def _paged_attention(library: Library) -> Callable[..., Tensor]:
             block_tables.data_ptr(), block_tables.stride(0), query_starts.data_ptr(),
             context_lens.data_ptr(), sequences, scale, window, softcap,
             None if sinks is None else sinks.data_ptr(),
-            None if alibi is None else alibi.data_ptr(), int(causal),
+            None if alibi is None else alibi.data_ptr(), int(causal), _masks_pointer(masks),
             None if plan is None else plan.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 
     return paged_attention
+
+
+def _masks_pointer(masks: Tensor | None) -> int | None:
+    if masks is None:
+        return None
+    contiguous("masks", masks, torch.int64)
+    return masks.data_ptr()
 
 
 def _varlen_attention(library: Library) -> Callable[..., Tensor]:

@@ -20,7 +20,7 @@ import numpy as np
 from attrs import evolve
 
 from modulm.contracts.drafter import Drafter, DraftStep, Needs
-from modulm_speculation.speculator import Speculator
+from modulm_speculation.speculator import Branch, Speculator
 
 if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionBackend, AttentionSpec
@@ -151,6 +151,7 @@ class _Row:
         self.length = self.drawn = 0
         self.proposed = _NOTHING
         self.right = self.expected = 0.0
+        self.branches: Sequence[Branch] = ()
 
 
 class _Rates:
@@ -203,6 +204,10 @@ class Adaptive(Drafter):
         self._idle = 0
         self._rests = Rests()
         self._known = 0
+        self.trees = isinstance(speculator, Speculator) and speculator.trees
+        #: How often the drafts of branches are accepted, if the draft that they replace is wrong.
+        self._branch_rates = _Rates(self.most)
+        self._branches: list[Sequence[Branch]] = []
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
@@ -250,11 +255,14 @@ class Adaptive(Drafter):
             proposed = self.speculator.propose(step)
             if not any(map(len, proposed)):
                 for row in rows:
-                    row.proposed = _NOTHING
+                    row.proposed, row.branches = _NOTHING, ()
+                self._branches = [()] * len(rows)
                 return proposed
             if len(self._rates) > 1 and isinstance(self.speculator, Speculator):
                 for row, drawn in zip(rows, self.speculator.classes_of_drafts(), strict=True):
                     row.drawn = drawn
+            if self.trees and isinstance(self.speculator, Speculator):
+                return self._tree(step, rows, proposed, self.speculator.branches())
             limits = self._limits(rows, [len(each) for each in proposed])
         else:
             limits = self._limits(rows, step.most)
@@ -262,6 +270,53 @@ class Adaptive(Drafter):
         for row, history, tokens in zip(rows, step.histories, proposed, strict=True):
             row.length, row.proposed = len(history), np.asarray(tokens)
         return [tokens[:limit] for tokens, limit in zip(proposed, limits, strict=True)]
+
+    def branches(self) -> Sequence[Sequence[Branch]]:
+        """Return the branches beside the last proposal of each row, with `trees`."""
+        return self._branches
+
+    def _tree(
+        self,
+        step: DraftStep,
+        rows: Sequence[_Row],
+        proposed: Sequence[np.ndarray],
+        branches: Sequence[Sequence[Branch]],
+    ) -> list[np.ndarray]:
+        """Return the most profitable part of the rows' trees: drafts, and `branches` beside them.
+
+        A node's chance to be accepted is never above that of the node before it, so that each part
+        of the order of chances is a tree.
+        """
+        chances: list[np.ndarray] = []
+        for row, tokens, beside in zip(rows, proposed, branches, strict=True):
+            main = self._chances(row, len(tokens))
+            chances.append(main)
+            for depth, others in beside:
+                before = main[depth - 1] if depth else 1.0
+                chances.append(
+                    (before - main[depth]) * self._branch_rates.of(len(others)).cumprod()
+                )
+        owners = np.repeat(np.arange(len(chances)), [len(each) for each in chances])
+        every = np.concatenate(chances)
+        order = np.argsort(-every, kind="stable")
+        best = self._best(len(rows), every[order].cumsum())
+        counts = np.bincount(owners[order[:best]], minlength=len(chances)).tolist()
+        limited, at = [], 0
+        self._branches = []
+        for index, (row, history, tokens) in enumerate(
+            zip(rows, step.histories, proposed, strict=True)
+        ):
+            row.length, row.proposed, row.branches = len(history), tokens, branches[index]
+            left = min(step.most[index], self.most) - counts[at]
+            limited.append(tokens[: counts[at]])
+            kept: list[Branch] = []
+            for (depth, others), count in zip(row.branches, counts[at + 1 :], strict=False):
+                if count and left > 0:
+                    kept.append((depth, others[: min(count, left)]))
+                    left -= count
+            self._branches.append(kept)
+            at += 1 + len(row.branches)
+        return limited
 
     def _measure(self, step: DraftStep) -> float:
         """Record the time since the last step started, if it decoded the same rows; return now."""
@@ -288,6 +343,12 @@ class Adaptive(Drafter):
         row.right += right - _NEW * row.right
         row.expected += float(rates.of(tried).sum()) - _NEW * row.expected
         rates.add(right, tried)
+        for depth, tokens in row.branches if right < len(came) else ():
+            if depth == right:
+                actual = came[depth : depth + len(tokens)]
+                match = actual == tokens[: len(actual)]
+                count = len(actual) if match.all() else int(match.argmin())
+                self._branch_rates.add(count, min(count + 1, len(actual)))
 
     def _limits(self, rows: Sequence[_Row], lengths: Sequence[int]) -> list[int]:
         """Return how many tokens to draft for each row. lengths: maximum of each row.

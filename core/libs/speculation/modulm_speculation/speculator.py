@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from attrs import frozen
 
@@ -12,12 +12,17 @@ from modulm.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+
     from modulm.contracts.checkpoint import Checkpoint
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import Model
     from modulm_speculation.target import Target
 
-__all__ = ["Options", "Speculator"]
+__all__ = ["Branch", "Options", "Speculator"]
+
+#: An alternative to a row's drafts: how many of them are before it, and its tokens, [n] int64.
+Branch: TypeAlias = "tuple[int, np.ndarray]"
 
 #: Upper bound, since each drafted token enlarges the buffers of all rows.
 _MOST = 64
@@ -46,6 +51,8 @@ class Speculator(Drafter):
     cheap: ClassVar[bool] = False
     #: How many classes of drafts `classes_of_drafts` distinguishes.
     classes: ClassVar[int] = 1
+    #: Whether drafts are trees, with the `branches` of a proposal. Needs attention with masks.
+    trees: bool = False
     #: With `--speculative auto`, speculators are tried in descending order of this number.
     preference: ClassVar[int] = 0
 
@@ -66,6 +73,14 @@ class Speculator(Drafter):
     def classes_of_drafts(self) -> Sequence[int]:
         """Return the class of each row's drafts in the last proposal, if there are several classes:
         how often drafts are accepted is counted for each class.
+        """
+        return ()
+
+    def branches(self) -> Sequence[Sequence[Branch]]:
+        """Return, for each row of the last proposal, the branches beside its drafts, with `trees`.
+
+        Drafts and branches of a row together are at most the row's `most`, the rest is not
+        verified.
         """
         return ()
 

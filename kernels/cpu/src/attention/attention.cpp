@@ -111,15 +111,16 @@ MODULM_API void modulm_paged_attention(
     int64_t padded_value, int latent, int cache_dtype, const int32_t* tables,
     int64_t table_stride, const int32_t* query_starts, const int32_t* context_lens,
     int64_t sequences, float scale, int64_t window, float softcap, const float* sinks,
-    const float* alibi, int causal, const void* plan, void* out) {
+    const float* alibi, int causal, const uint64_t* masks, const void* plan, void* out) {
   Problem p{q, q_token, q_head, heads, size, value_size, dtype,
             Cache{static_cast<uint8_t*>(data), kv_heads, block, padded, padded_value, cache_dtype,
                   latent != 0},
             tables, table_stride, query_starts, context_lens, sequences, scale, softcap, window,
-            causal != 0, sinks, alibi, out};
+            causal != 0, masks, sinks, alibi, out};
   std::vector<Tile> own;
   if (!plan) {
-    Step step{query_starts, context_lens, sequences, p.group(), kv_heads, window, causal != 0};
+    Step step{query_starts, context_lens, sequences, p.group(), kv_heads, window, causal != 0,
+              masks};
     own.resize(plan_records(step));
     make_plan(step, own.data());
     plan = own.data();

@@ -25,7 +25,8 @@ Tile make_tile(const Step& step, int64_t sequence, int64_t first, int64_t rows) 
   int64_t low = length - fresh + first / step.group;
   int64_t high = length - fresh + (first + rows - 1) / step.group;
   int64_t begin = step.window > 0 ? std::max<int64_t>(low - step.window + 1, 0) : 0;
-  int64_t end = step.causal ? high + 1 : length;
+  const bool masked = step.masks && step.masks[step.query_starts[sequence]];
+  int64_t end = step.causal && !masked ? high + 1 : length;
   if (step.window > 0) end = std::min(end, high + step.window);
   return {int32_t(sequence), int32_t(first), int32_t(rows), int32_t(begin), int32_t(end), 0};
 }
@@ -65,12 +66,13 @@ using namespace modulm;
 // Maximum number of 24-byte records in a plan of this step.
 MODULM_API int64_t modulm_plan_records(const int32_t* query_starts, int64_t sequences,
                                        int64_t group) {
-  return plan_records({query_starts, nullptr, sequences, group, 1, 0, true});
+  return plan_records({query_starts, nullptr, sequences, group, 1, 0, true, nullptr});
 }
 
 MODULM_API void modulm_plan_attention(const int32_t* query_starts, const int32_t* context_lens,
                                       int64_t sequences, int64_t group, int64_t heads,
-                                      int64_t window, int causal, void* plan) {
-  make_plan({query_starts, context_lens, sequences, group, heads, window, causal != 0},
+                                      int64_t window, int causal, const uint64_t* masks,
+                                      void* plan) {
+  make_plan({query_starts, context_lens, sequences, group, heads, window, causal != 0, masks},
             static_cast<Tile*>(plan));
 }

@@ -26,6 +26,7 @@ struct Step {
   int64_t sequences, group, heads;  // heads: kv heads
   int64_t window;
   bool causal;
+  const uint64_t* masks;  // as in Problem
 };
 
 // Maximum number of records that make_plan writes, including the head.

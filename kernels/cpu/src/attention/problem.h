@@ -20,6 +20,9 @@ struct Problem {
   float scale, softcap;
   int64_t window;
   bool causal;
+  // [tokens], or null: which new tokens of its sequence a token sees, a bit each; 0 where all tokens
+  // of the sequence are causal. All see what was cached before.
+  const uint64_t* masks;
   const float* sinks;
   const float* alibi;
   void* out;  // [tokens, heads, value_size], contiguous

@@ -207,7 +207,8 @@ MODULM_API void modulm_selected_attention(
   Problem p{q, q_token, q_head, heads, size, value_size, dtype,
             Cache{static_cast<uint8_t*>(data), kv_heads, block, padded, padded_value, cache_dtype,
                   latent != 0},
-            nullptr, 0, nullptr, nullptr, 0, scale, softcap, 0, false, sinks, nullptr, out};
+            nullptr, 0, nullptr, nullptr, 0, scale, softcap, 0, false, nullptr, sinks, nullptr,
+            out};
   Selection s{p, StepRows{tables, table_stride, query_starts, context_lens, sequences}, selected,
               picks};
   if (p.cache.paired()) run<PairMath>(s);

@@ -8,6 +8,7 @@ Walk<Math>::Walk(const Problem& p, const Tile& tile, int64_t head) : p(p), tile(
   start = p.query_starts[tile.sequence];
   length = p.context_lens[tile.sequence];
   base = length - (p.query_starts[tile.sequence + 1] - start);
+  masked = p.masks && p.masks[start];
   padded = p.cache.latent ? query_columns() : padded_rows(kPlanes * tile.rows);
   lines = p.cache.size / Math::width;
   query_stride = p.cache.size + 64 / int64_t(sizeof(Element));

@@ -54,6 +54,7 @@ class Walk {
   static constexpr bool kFixed = kPlanes == 2;
 
   static constexpr int kFewRows = 16;
+  static constexpr float kHidden = -1e30f;
   static constexpr float kLarge = 4096.0f;  // sum of weights at which they are rescaled
 
   struct Span {
@@ -269,7 +270,7 @@ class Walk {
     const int64_t heads = p.group();
     int64_t position = base + token(group), h = (tile.first + group) % heads;
     for (int i = 0; i < group_rows(); i++) {
-      int64_t first = 0, last = (p.causal ? position + 1 : length) - origin;
+      int64_t first = 0, last = (p.causal && !masked ? position + 1 : length) - origin;
       if (p.window > 0) {
         first = std::max<int64_t>(position - p.window + 1 - origin, 0);
         last = std::min(last, position + p.window - origin);
@@ -374,8 +375,9 @@ class Walk {
   void soften(const State& state) {
     const int64_t from = chunk_origin(), to = from + kChunk;
     const int rows = group_rows();
+    const bool hides = masked && origin + chunk.high > base;
     if constexpr (!kFixed)
-      if (!fresh && p.plain_scores() && bounds[rows - 1].first <= from && bounds[0].last >= to) {
+      if (!fresh && !hides && p.plain_scores() && bounds[rows - 1].first <= from && bounds[0].last >= to) {
         for (int i = 0; i < rows; i++) soften_row<true>(i, {0, kChunk}, p.scale * kLog2E, state);
         return;
       }
@@ -390,6 +392,7 @@ class Walk {
         continue;
       }
       if (!p.plain_scores()) finish_scores(i, mine);
+      if (hides) hide_scores(i, mine);
       soften_row<false>(i, mine, p.plain_scores() ? p.scale * kLog2E : kLog2E, state);
       clear_weights(row, all.first, std::min(weights_begin(mine), all.last));
       clear_weights(row, std::max(weights_end(mine), all.first), all.last);
@@ -442,6 +445,16 @@ class Walk {
       std::memset(row + plane * kWeightStride + from, 0, (to - from) * sizeof(Weight));
   }
 
+  // Scores of new tokens that the row does not see: so low that they add nothing, but not infinite,
+  // since a chunk may have no others.
+  void hide_scores(int row, Columns mine) const {
+    const uint64_t sees = p.masks[start + token(group + row)];
+    const int64_t own = base - origin - chunk_origin();
+    float* x = chunk_scores(row);
+    for (int64_t i = std::max(mine.first, own); i < mine.last; i++)
+      if (!(sees >> (i - own) & 1)) x[i] = kHidden;
+  }
+
   // Transformations of scores other than a constant factor: scales of keys, the softcap, distances.
   void finish_scores(int row, Columns mine) const {
     const int r = group + row;
@@ -460,6 +473,7 @@ class Walk {
   const Problem& p;
   const Tile& tile;
   int64_t head, start, length, base;  // base: position of the sequence's first new token
+  bool masked;  // whether the new tokens have masks
   int64_t padded, lines, query_stride;
   // Of the split: its first token and the columns that the tile sees; the group's current chunk of
   // these, and whether it is the group's first.

@@ -40,6 +40,8 @@ _PROVIDER = "cpu"
 _SCALED_E4M3 = "fp8_per_token_head"
 #: Features of layers that attend to selected tokens.
 _SELECTED = {"selection", "latent", "softcap", "sinks", "scales"}
+#: Features of layers whose steps may have masks: those that do not depend on distances.
+_MASKED = {"masks", "value_dim", "softcap", "sinks", "latent", "scales", "spans"}
 
 
 @cache
@@ -57,9 +59,10 @@ class _StepPlan(AttentionPlan):
     """The arrays of a StepLayout as tensors that share their memory.
 
     work: [n] int32, how the kernel divides the step among threads; the same in every layer, empty
-    for layers that select tokens or attend to selected ones. spans: the tokens of bidirectional
-    spans as rows of their own; `tokens` holds their indices in the step. They are attended a second
-    time, without the causal mask.
+    for layers that select tokens or attend to selected ones. masks: [tokens] int64, the new tokens
+    of its row that each one sees, a bit each; 0 in causal rows; None if all are. spans: the tokens
+    of bidirectional spans as rows of their own; `tokens` holds their indices in the step. They are
+    attended a second time, without the causal mask.
     """
 
     block_tables: Tensor
@@ -67,6 +70,7 @@ class _StepPlan(AttentionPlan):
     context_lens: Tensor
     slots: Tensor
     work: Tensor
+    masks: Tensor | None = None
     tokens: Tensor | None = None
     spans: _StepPlan | None = None
 
@@ -74,7 +78,8 @@ class _StepPlan(AttentionPlan):
         return () if self.spans is None else None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.query_starts, self.context_lens, self.slots, self.work
+        tensors = self.query_starts, self.context_lens, self.slots, self.work
+        return tensors if self.masks is None else (*tensors, self.masks)
 
     def tables(self) -> tuple[Tensor, ...]:
         return (self.block_tables,)
@@ -108,6 +113,7 @@ class CpuPagedAttention(AttentionBackend):
             "cross",
             "selection",
             "picks",
+            "masks",
         }
     )
 
@@ -125,7 +131,7 @@ class CpuPagedAttention(AttentionBackend):
         kernels = _kernels()
         if isinstance(kernels, str):
             raise ConfigError("attention_backend", f"cpu_paged cannot run: {kernels}")
-        self.shape = kernels.cache_shape
+        self.shape, self.copy_tokens = kernels.cache_shape, kernels.copy_tokens
         table = kernels.ops()
         self.write_kv, self.attend = table["write_kv"], table["paged_attention"]
         self.plan_step, self.prepare_qkv = table["plan_attention"], table["qkv_prepare"]
@@ -140,6 +146,8 @@ class CpuPagedAttention(AttentionBackend):
             return f"needs the kernels of {_PROVIDER}, but this model does not use them"
         if max(spec.head_dim, spec.value_dim or 0) > kernels.MAX_HEAD_SIZE:
             return f"supports head sizes up to {kernels.MAX_HEAD_SIZE}, not {spec.head_dim}"
+        if spec.masks and (unsupported := spec.features - _MASKED):
+            return f"cannot mask tokens of a step with {', '.join(sorted(unsupported))}"
         if spec.spans and spec.alibi:
             return "does not support ALiBi together with bidirectional spans"
         if (spec.latent or spec.picks) and spec.kv_dtype in ("int8", _SCALED_E4M3):
@@ -186,6 +194,7 @@ class CpuPagedAttention(AttentionBackend):
         spec = self.spec
         starts = torch.from_numpy(step.query_starts)
         lengths = torch.from_numpy(step.context_lens)
+        masks = _bits_of_masks(step) if step.masks else None
         return _StepPlan(
             torch.from_numpy(step.block_tables),
             starts,
@@ -194,9 +203,15 @@ class CpuPagedAttention(AttentionBackend):
             starts.new_empty(0)
             if spec.picks or spec.selection
             else self.plan_step(
-                starts, lengths, spec.heads, spec.kv_heads, spec.window or 0, causal
+                starts, lengths, spec.heads, spec.kv_heads, spec.window or 0, causal, masks
             ),
+            masks,
         )
+
+    def copy_slots(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        spec = self.spec
+        values = 0 if spec.latent or spec.picks else spec.value_dim
+        self.copy_tokens(cache, spec.head_dim, values, source, target)
 
     def forward(
         self,
@@ -304,7 +319,25 @@ class CpuPagedAttention(AttentionBackend):
             inputs.alibi,
             causal,
             plan.work,
+            plan.masks,
         )
+
+
+def _bits_of_masks(step: StepLayout) -> Tensor:
+    """Return `_StepPlan.masks`. Raises ValueError for rows with too many new tokens."""
+    kernels = _kernels()
+    most = kernels.MOST_MASKED if isinstance(kernels, ModuleType) else 0
+    table = np.zeros(int(step.query_starts[-1]), np.uint64)
+    for row, mask in (step.masks or {}).items():
+        count = mask.shape[1]
+        if count > most:
+            raise ValueError(
+                f"masks: row {row} has {count} new tokens; the backend cpu_paged masks up to "
+                f"{most}; draft fewer, or use --attention-backend sdpa"
+            )
+        bits = mask.astype(np.uint64) @ (np.uint64(1) << np.arange(count, dtype=np.uint64))
+        table[step.query_starts[row] : step.query_starts[row + 1]] = bits
+    return torch.from_numpy(table.view(np.int64))
 
 
 def _rows_of_spans(step: StepLayout) -> tuple[np.ndarray, StepLayout]:

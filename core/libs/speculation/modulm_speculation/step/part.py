@@ -37,6 +37,17 @@ class DraftsPart(StepPart):
         part._opened = config, plugins
         return part
 
+    @property
+    def masks(self) -> bool:  # type: ignore[override]
+        """Whether drafts may be trees, which is known before the model is built."""
+        if self._opened is None:
+            return bool(getattr(self._configured, "trees", False))
+        from modulm_speculation.flags import SpeculationConfig
+        from modulm_speculation.hooks import requested_method
+
+        requested = requested_method(self._opened[0].group(SpeculationConfig))
+        return requested is not None and bool(requested[1].get("trees"))
+
     def decision(self) -> Decision | None:
         """Return the drafter's name and what chose it; None without speculative decoding."""
         from modulm_speculation.flags import SpeculationConfig
@@ -77,6 +88,7 @@ class DraftsPart(StepPart):
 
     def runner(self, built: BuiltModel) -> DraftRunner | None:
         from modulm_speculation.adaptive import Adaptive
+        from modulm_speculation.speculator import Speculator
         from modulm_speculation.step.runner import DraftRunner
         from modulm_speculation.step.shared import SharedDrafter
 
@@ -87,6 +99,10 @@ class DraftsPart(StepPart):
         shared = inner if isinstance(inner, SharedDrafter) else None
         if reason := _unsupported(built.config.parallel, built.mesh, inner, shared):
             raise ConfigError("speculative_config", f"not supported yet: {reason}")
+        if isinstance(drafter, Adaptive | Speculator) and drafter.trees:
+            from modulm_speculation.step.tree import TreeRunner
+
+            return TreeRunner(drafter)
         return DraftRunner(drafter, shared) if built.mesh.gives or shared else None
 
     def _drafter(self, built: BuiltModel) -> Drafter | None:
@@ -122,6 +138,8 @@ def _unsupported(parallel: Any, mesh: Any, drafter: Drafter, shared: Any) -> str
     """Return what the ranks of a model prevent, and what to use instead; or None."""
     if parallel.pipeline_parallel_size > 1:
         return "drafters with pipeline stages: use --tensor-parallel-size alone"
+    if getattr(drafter, "trees", False) and parallel.ranks > 1:
+        return "trees of drafts on several ranks: leave out `trees`"
     if drafter.caches and parallel.shared_experts:
         return (
             "a drafter with its own caches on replicas that share experts: use an ngram or suffix "

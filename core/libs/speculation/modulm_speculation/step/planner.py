@@ -35,6 +35,8 @@ class DraftPlanner(PartPlanner):
         self._proposals: Mapping[int, np.ndarray] = {}
         self._counts = np.zeros(context.rows.rows, dtype=np.int64)
         self._tokens = np.zeros((context.rows.rows, self._most), dtype=np.int32)
+        #: Row -> the parents of its drafts, if they are a tree.
+        self._parents: dict[int, list[int]] = {}
 
     def receive(self, plan: Plan, report: PartReport) -> None:
         self._proposals = report.value
@@ -48,7 +50,11 @@ class DraftPlanner(PartPlanner):
         for row, proposed in proposals.items():
             if row not in alive:
                 continue
-            tokens = np.asarray(proposed)[: self._most]
+            self._parents.pop(row, None)
+            tokens = np.asarray(proposed)[..., : self._most]
+            if tokens.ndim == 2:
+                self._parents[row] = tokens[1].tolist()
+                tokens = tokens[0]
             wrong = np.flatnonzero((tokens < 0) | (tokens >= self._vocabulary))
             count = int(wrong[0]) if len(wrong) else len(tokens)
             self._counts[row] = count
@@ -56,17 +62,25 @@ class DraftPlanner(PartPlanner):
 
     def release(self, request: Request, row: int) -> None:
         self._counts[row] = 0
+        self._parents.pop(row, None)
 
-    def plan(self, step: StepDraft, left: int) -> None:
-        """Add drafts to the step's decoding rows."""
+    def plan(self, step: StepDraft, left: int) -> Mapping[int, list[int]] | None:
+        """Add drafts to the step's decoding rows; return row -> the parents of those in trees."""
         if not len(step.rows):
-            return
+            return None
         self._add(step, left)
         if self._ahead:
             ends = step.starts + step.counts + self._ahead
             if step.drafted is not None:
                 ends = ends + step.drafted
             self._cache.reserve(step.rows, np.minimum(ends, self._table.limit[step.rows]))
+        if not self._parents or step.drafted is None:
+            return None
+        return {
+            row: self._parents[row][:count]
+            for row, count in zip(step.rows.tolist(), step.drafted.tolist(), strict=True)
+            if count and row in self._parents
+        } or None
 
     def _add(self, step: StepDraft, left: int) -> None:
         table, rows = self._table, step.rows

@@ -104,8 +104,12 @@ class DraftRunner(PartRunner):
             if len(forced):
                 self._forced[row] = drafts[row] = forced
             elif len(tokens) and len(legal := context.sampler.legal(row, tokens)):
-                drafts[row] = legal
+                drafts[row] = self._beside(row, legal, len(legal) == len(tokens))
         return drafts or None
+
+    def _beside(self, row: int, tokens: np.ndarray, whole: bool) -> np.ndarray:
+        """Return a row's drafts, with branches beside them if it has any. whole: all are legal."""
+        return tokens
 
     def _propose(
         self, context: RunnerContext, step: RanStep, rows: Sequence[int]

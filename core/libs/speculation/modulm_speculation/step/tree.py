@@ -1,0 +1,149 @@
+"""The worker's half of drafts in trees (SpecInfer, arXiv 2305.09781; Medusa, arXiv 2401.10774).
+
+A row's drafts lie behind its last known token in the cache: a chain of drafts, then branches that
+leave it. Each sees its ancestors only. Those that are accepted are moved up, so that they are
+consecutive, like single steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import evolve
+
+from modulm.contracts.attention import AttentionSpec, StepLayout
+from modulm.contracts.step_part import RunnerContext, Verified
+from modulm_speculation.adaptive import Adaptive
+from modulm_speculation.speculator import Branch, Speculator
+from modulm_speculation.step.runner import DraftRunner
+
+if TYPE_CHECKING:
+    import torch
+
+    from modulm.contracts.executor import Plan
+    from modulm.contracts.model import Batch
+    from modulm.contracts.step_part import RanStep
+
+__all__ = ["TreeRunner"]
+
+#: Name of the step part, whose values in a plan are row -> parents of its drafts.
+_PART = "drafts"
+
+
+class TreeRunner(DraftRunner):
+    """Verifies trees. A parent is 0 for the last known token and i + 1 for draft i."""
+
+    def __init__(self, drafter: Adaptive | Speculator) -> None:
+        super().__init__(drafter)
+        self._beside_of: dict[int, Sequence[Branch]] = {}
+        self._trees = drafter
+
+    def _propose(
+        self, context: RunnerContext, step: RanStep, rows: Sequence[int]
+    ) -> list[np.ndarray] | None:
+        proposed = super()._propose(context, step, rows)
+        found = self._trees.branches() if proposed is not None else ()
+        self._beside_of = dict(zip(rows, found, strict=False))
+        return proposed
+
+    def _beside(self, row: int, tokens: np.ndarray, whole: bool) -> np.ndarray:
+        branches = self._beside_of.get(row, ()) if whole else ()
+        left = self._limits[row] - len(tokens)
+        tree = [tokens]
+        parents = [np.arange(len(tokens))]
+        for depth, others in branches:
+            count = min(len(others), left)
+            if count > 0 and depth <= len(tokens):
+                first = sum(map(len, tree))
+                tree.append(others[:count])
+                parents.append(np.append(depth, np.arange(first + 1, first + count)))
+                left -= count
+        if len(tree) == 1:
+            return tokens
+        return np.stack([np.concatenate(tree), np.concatenate(parents)])
+
+    def amend_layout(self, plan: Plan, spec: AttentionSpec, layout: StepLayout) -> StepLayout:
+        trees = _trees(plan)
+        if not trees or not spec.masks:
+            return layout
+        return evolve(layout, masks={place: _ancestors(tree) for place, tree in trees.items()})
+
+    def amend_batch(self, plan: Plan, batch: Batch) -> Batch:
+        """Give each draft the position of its depth."""
+        trees = _trees(plan)
+        if not trees:
+            return batch
+        positions = batch.positions.clone()
+        firsts = np.cumsum(plan.counts) - plan.counts
+        for place, tree in trees.items():
+            depths = _ancestors(tree).sum(1) - 1 + plan.starts[place]
+            first = int(firsts[place])
+            positions[first : first + len(depths)] = batch.positions.new_tensor(depths)
+        return evolve(batch, positions=positions)
+
+    def verify(
+        self,
+        plan: Plan,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        logits: torch.Tensor,
+        drafts: Sequence[np.ndarray],
+    ) -> Verified | None:
+        """Follow the most likely tokens down each tree; the sampler decides about that path."""
+        trees, context = _trees(plan), self._context
+        if not trees or context is None:
+            return None
+        best = logits.argmax(-1).tolist()
+        order = {row: place for place, row in enumerate(plan.rows.tolist())}
+        places = [order[row] for row in rows.tolist()]
+        paths, kept, chosen, first = [], [], [], 0
+        for place, tokens in zip(places, drafts, strict=True):
+            path = _path(best[first:], tokens, trees.get(place))
+            paths.append(path)
+            kept += [first + node for node in path]
+            chosen.append(tokens[np.array(path[1:], dtype=np.int64) - 1])
+            first += 1 + len(tokens)
+        own = logits if len(kept) == len(logits) else logits[kept]
+        verified = context.sampler.verify(rows, positions, own, chosen)
+        moves = [
+            (place, position - 1 + node, position + depth)
+            for place, position, path, count in zip(
+                places, positions.tolist(), paths, verified.accepted.tolist(), strict=True
+            )
+            for depth, node in enumerate(path[1:count])
+            if node != depth + 1
+        ]
+        if moves:
+            context.model_builder.copy_tokens(plan, *np.array(moves, dtype=np.int64).T)
+        return verified
+
+
+def _trees(plan: Plan) -> Mapping[int, Sequence[int]]:
+    """Return place of a row in the step -> the parents of its drafts."""
+    trees = plan.parts.get(_PART)
+    if not trees:
+        return {}
+    return {place: trees[row] for place, row in enumerate(plan.rows.tolist()) if row in trees}
+
+
+def _ancestors(parents: Sequence[int]) -> np.ndarray:
+    """Return which tokens each one sees, the last known one first: [1 + n, 1 + n] bool."""
+    sees = np.eye(1 + len(parents), dtype=bool)
+    for node, parent in enumerate(parents, 1):
+        sees[node] |= sees[parent]
+    return sees
+
+
+def _path(best: Sequence[int], tokens: np.ndarray, parents: Sequence[int] | None) -> list[int]:
+    """Return the nodes from the last known token on, each the most likely one after the one before
+    it. Rows without a tree keep all drafts: the sampler compares them.
+    """
+    if parents is None:
+        return list(range(1 + len(tokens)))
+    children = {(parent, int(tokens[node - 1])): node for node, parent in enumerate(parents, 1)}
+    path = [0]
+    while (node := children.get((path[-1], best[path[-1]]))) is not None:
+        path.append(node)
+    return path
