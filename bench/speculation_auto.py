@@ -12,8 +12,11 @@
   verification are real; only the choice of the token is not the model's.
 - `grammar`: replays of JSON with fixed keys, which a schema determines.
 - `steps`: the drafter alone is driven through the texts of `replay`, without a model, by a clock in
-  which a token more than one costs 0.15 of a step (AVX2), or in which 4 cost as much as one and 16
-  2.4 times that: steps, tokens per step, and the gain by these clocks. The same on any machine.
+  which a token more than one costs 0.15 of a step (AVX2), in which 4 cost as much as one and 16 2.4
+  times that (cheap), or in which each costs 0.02 of a step (flat, where memory is the limit). Steps,
+  tokens per step, and the gain by these clocks, of chains and of trees. In the last lines a
+  drafter's first choice is right half of the time, its second in three of ten cases. The same on
+  any machine.
 
 Both engines are in one process and take turns, in changing order. Each round has a cache salt of
 its own, so that no answer is drafted from the same answer in an earlier round. For each kind:
@@ -38,6 +41,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from speculation import KNOWN, Choices, ChoicesOptions
 from transformers import AutoTokenizer
 
 from modulm import LLM, SamplingParams
@@ -47,6 +51,7 @@ from modulm.engine.sampling.sampler import Chosen
 from modulm.testing.checkpoints import make_tiny
 from modulm_demo import Demo
 from modulm_demo.recipe.generator import heldout
+from modulm_speculation import Speculator
 from modulm_speculation.adaptive import Adaptive
 from modulm_speculator_suffix.speculator import Suffix, SuffixOptions
 
@@ -216,20 +221,20 @@ def compare(
 CLOCKS: dict[str, Callable[[int], float]] = {
     "AVX2": lambda tokens: 1.0 + 0.15 * (tokens - 1),
     "cheap": lambda tokens: 1.0 + 1.4 / 12 * max(tokens - 4, 0),
+    "flat": lambda tokens: 1.0 + 0.02 * (tokens - 1),
 }
 
 
 def drive(
-    pairs: Sequence[Pair], cost: Callable[[int], float], trees: bool
+    speculator: Speculator, pairs: Sequence[Pair], cost: Callable[[int], float]
 ) -> tuple[int, int, int, float]:
-    """Drive the drafter of `--speculative auto` through answers, one after the other.
+    """Drive a drafter through answers, one after the other, as `--speculative auto` does.
 
     Returns steps, drafted and accepted tokens, and how many times as long decoding takes without
     drafts.
     """
     clock = [0.0]
-    options = SuffixOptions(suffix_decoding_max_spec_factor=4.0, trees=trees)
-    drafter = Adaptive(Suffix(options), lambda: clock[0])
+    drafter = Adaptive(speculator, lambda: clock[0])
     steps = drafted = accepted = count = 0
     for prompt, answer in pairs:
         drafter.admit(0, len(prompt), None)
@@ -242,7 +247,7 @@ def drive(
                 batch: Any = SimpleNamespace(tokens=np.zeros(size))
                 step = DraftStep([0], [text[:at]], [drafter.most], batch, np.zeros(1))
                 drafts = drafter.propose(step)[0].tolist()[: len(text) - at - 1]
-                branches = drafter.branches()[0] if trees else ()
+                branches = drafter.branches()[0] if drafter.trees else ()
             right = same(text[at:], drafts)
             size = 1 + len(drafts) + sum(len(tokens) for _, tokens in branches)
             for depth, tokens in branches:
@@ -270,10 +275,24 @@ def print_steps(arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"| work, clock | tokens | {each} | with trees: {each} |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     table: dict[str, Any] = {}
-    for kind, pairs in replays(tokenizer.encode, arguments.prompts, arguments.tokens):
+    kinds = list(replays(tokenizer.encode, arguments.prompts, arguments.tokens))
+    draw = np.random.default_rng(0)
+    text = draw.integers(10, 8000, 1 + 8 * arguments.tokens).tolist()
+    KNOWN[:] = [text]
+    kinds.append(("two choices for each token", [(text[:1], text[1:])]))
+    for kind, pairs in kinds:
         tokens = sum(len(answer) - 1 for _, answer in pairs)
         for name, cost in CLOCKS.items():
-            both = [drive(pairs, cost, trees) for trees in (False, True)]
+            both = [
+                drive(
+                    Choices(ChoicesOptions(num_speculative_tokens=16, trees=trees))
+                    if kind.startswith("two choices")
+                    else Suffix(SuffixOptions(suffix_decoding_max_spec_factor=4.0, trees=trees)),
+                    pairs,
+                    cost,
+                )
+                for trees in (False, True)
+            ]
             table[f"{kind}, {name}"] = [tokens, *both]
             cells = " | ".join(
                 f"{steps} | {tokens / steps:.2f} | {accepted} / {drafted} | {gain:.2f}"

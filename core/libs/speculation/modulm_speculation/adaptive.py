@@ -157,15 +157,16 @@ class _Row:
 class _Rates:
     """How often drafts of one class are accepted, by index, if those before were."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, forgotten: float = _FORGOTTEN) -> None:
+        self._forgotten = forgotten
         # Accepted drafts, and those that were compared.
         self._right, self._tried = np.zeros(most), np.zeros(most)
         self._rates = np.full(most, _GUESS)
 
     def add(self, right: int, tried: int) -> None:
         """Count a proposal of which the first `right` of `tried` drafts were accepted."""
-        self._right *= 1 - _FORGOTTEN
-        self._tried *= 1 - _FORGOTTEN
+        self._right *= 1 - self._forgotten
+        self._tried *= 1 - self._forgotten
         self._right[:right] += 1
         self._tried[:tried] += 1
         rate, rates = _GUESS, []
@@ -206,7 +207,7 @@ class Adaptive(Drafter):
         self._known = 0
         self.trees = isinstance(speculator, Speculator) and speculator.trees
         #: How often the drafts of branches are accepted, if the draft that they replace is wrong.
-        self._branch_rates = _Rates(self.most)
+        self._branch_rates = _Rates(self.most, _FORGOTTEN / 5)
         self._branches: list[Sequence[Branch]] = []
 
     @property
