@@ -4,7 +4,7 @@
 // values [lines of 32 tokens][Dv], in place if the cache has this layout, else converted.
 #pragma once
 
-#include "attention/cache.h"
+#include "attention/fixed.h"
 #include "attention/tile.h"
 
 namespace modulm {
@@ -15,6 +15,7 @@ struct PairMath {
   using Element = bf16;
   using Weight = bf16;
   static constexpr int planes = 1;
+  static constexpr bool fixed = false;
   using Line = uint32_t;
   static constexpr int width = 2;  // elements of a line
   static constexpr bool coarse = true;
@@ -78,6 +79,7 @@ struct PlainMath {
   using Element = float;
   using Weight = float;
   static constexpr int planes = 1;
+  static constexpr bool fixed = false;
   using Line = float;
   static constexpr int width = 1;
   static constexpr bool coarse = false;
@@ -103,14 +105,13 @@ struct PlainMath {
   }
 };
 
-// An int8 cache in place, with queries and weights in fixed point of 15 and 16 bits. Each is two
-// rows of bytes, a high and a low plane, whose sums are exact.
+// An int8 cache in place, with queries and weights in fixed point (fixed.h), whose sums are exact.
 struct IntegerMath {
-  using Element = int8_t;
-  using Weight = uint8_t;
+  using Element = FixedElement;
+  using Weight = FixedWeight;
   using Line = uint32_t;
-  static constexpr int width = 4, planes = 2;
-  static constexpr bool coarse = true;
+  static constexpr int width = 4, planes = kFixedPlanes;
+  static constexpr bool coarse = true, fixed = true;
 
   static bool in_place(const Cache&) { return true; }
   // Unused tokens may contain anything: their weights are 0.

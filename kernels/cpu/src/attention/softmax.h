@@ -93,9 +93,10 @@ inline vf row_weights(const float* x, Columns seen, float unit, float peak,
   return even + odd;
 }
 
-// The same in fixed point, in two planes; stored weights are multiplied by `scales` and `share`.
+// The same in fixed point, with planes `stride` apart; stored weights are multiplied by `scales` and
+// `share`.
 inline vf row_planes(const float* x, Columns seen, float unit, float peak, const float* scales,
-                     float share, uint8_t* high, uint8_t* low) {
+                     float share, FixedWeight* to, int64_t stride) {
   vf total{};
   for (int64_t i = weights_begin(seen); i < weights_end(seen); i += kLanes) {
     vf weight = vexp2<true>(load(x + i) * unit - peak);
@@ -105,7 +106,7 @@ inline vf row_planes(const float* x, Columns seen, float unit, float peak, const
       kept = within(i, seen, kept, vf{});
     }
     total += weight;
-    split_weights(kept, high + i, low + i);
+    split_weights(kept, to + i, stride);
   }
   return total;
 }

@@ -14,7 +14,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "base/vec.h"
+#include "base/pairs.h"
 
 #if defined(__AMX_BF16__)
 #include "attention/amx.h"
@@ -113,18 +113,6 @@ inline vi quad_dot(vi sum, vu line, int32_t quad) {
                                            bits_as<lanes_s8>(row)))
                    : bits_as<vi>(dot_lanes(bits_as<lanes_s32>(sum), bits_as<lanes_u8>(row),
                                            bits_as<lanes_s8>(line)));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-  // The even and the odd bytes as numbers of 16 bits.
-  const __m256i row = _mm256_set1_epi32(quad), column = (__m256i)line;
-  auto even = [](__m256i x, bool has_sign) {
-    return has_sign ? _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
-                    : _mm256_and_si256(x, _mm256_set1_epi16(0xff));
-  };
-  auto odd = [](__m256i x, bool has_sign) {
-    return has_sign ? _mm256_srai_epi16(x, 8) : _mm256_srli_epi16(x, 8);
-  };
-  return sum + (vi)_mm256_madd_epi16(even(column, !is_signed), even(row, is_signed)) +
-         (vi)_mm256_madd_epi16(odd(column, !is_signed), odd(row, is_signed));
 #else
   for (int i = 0; i < 4; i++) {
     vi column = is_signed ? (vi)(line >> (8 * i) & 0xffu) : (vi)(line << (24 - 8 * i)) >> 24;
@@ -192,66 +180,194 @@ inline void tile_rows(Left<Element> a, const Start& start, int column, Depth dep
   }
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+// What is fetched while columns are multiplied: with each of their lines as much from `at` on, in
+// steps of `stride` lanes. Null: nothing.
+struct Lines {
+  const uint32_t* at;
+  int64_t stride;
+};
+struct Nothing {};
+#if defined(MODULM_WIDE_PAIRS)
+constexpr bool kFetchedInTiles = true;
+#else
+constexpr bool kFetchedInTiles = false;
+#endif
+
+#if defined(MODULM_WIDE_PAIRS)
 constexpr int64_t kConvertedDepth = 640;  // k of rows that are converted to fp32
 
-// Rows in fp32 times pairs in bf16, two vectors of columns: 12 sums, one half of a line at a time,
-// and a number, which a load broadcasts.
-template <int Rows, class Start>
-inline void halves_tile(const float* a, const Start& start, int column, Depth depth, Sums to) {
-  constexpr int vectors = 2;
-  vf c[Rows][vectors];
+// The addresses of one run of a tile, and of what is fetched meanwhile, if anything.
+template <int Vectors, class Start, class Next>
+struct RunOf {
+  static constexpr bool kFetches = !std::is_same<Next, Nothing>::value;
+  const uint32_t* at[Vectors];
+  Lines next{};
+
+  RunOf(const Start& start, const Next& ahead, Depth depth, int run, int column) {
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; v++) at[v] = start(run, column + v * kLanes);
+    if constexpr (kFetches) {
+      next = ahead(run, column, Vectors * kLanes);
+      if (!next.at) next = {at[0], depth.stride};
+    }
+  }
+  vu line(int v) const { return load_raw<vu>(at[v]); }
+  // Line by line: all at once, prefetches would wait for each other, and products for them.
+  void fetch() const {
+    if constexpr (kFetches)
+#pragma GCC unroll 8
+      for (int v = 0; v < Vectors; v += 2) __builtin_prefetch(next.at + v * kLanes, 0, 2);
+  }
+  void advance(int64_t lanes) {
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; v++) at[v] += lanes;
+    if constexpr (kFetches) next.at += next.stride;
+  }
+};
+
+// Rows in fp32 times pairs in bf16: one half of a line at a time, and a number, which a load
+// broadcasts. Up to 12 sums.
+template <int Rows, int Vectors, class Start, class Next>
+inline void halves_tile(const float* a, const Start& start, int column, Depth depth, Sums to,
+                        const Next& ahead) {
+  vf c[Rows][Vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < vectors; v++)
+    for (int v = 0; v < Vectors; v++)
       c[r][v] = to.fresh ? vf{} : load(to.data + r * to.stride + column + v * kLanes);
   for (int run = 0; run < depth.runs; run++) {
-    const uint32_t *first = start(run, column), *second = start(run, column + kLanes);
-    for (int64_t k = 0; k < depth.lines; k++, a += 2) {
-      vf half[vectors] = {low_half(load_raw<vu>(first)), low_half(load_raw<vu>(second))};
+    RunOf<Vectors, Start, Next> b(start, ahead, depth, run, column);
+    for (int64_t k = 0; k < depth.lines; k++, a += 2, b.advance(depth.stride)) {
+      b.fetch();
+      vf half[Vectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < Vectors; v++) half[v] = low_half(b.line(v));
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) c[r][v] += half[v] * a[r * kConvertedDepth];
-      half[0] = high_half(load_raw<vu>(first)), half[1] = high_half(load_raw<vu>(second));
+        for (int v = 0; v < Vectors; v++) c[r][v] += half[v] * a[r * kConvertedDepth];
+#pragma GCC unroll 8
+      for (int v = 0; v < Vectors; v++) half[v] = high_half(b.line(v));
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) c[r][v] += half[v] * a[r * kConvertedDepth + 1];
-      first += depth.stride, second += depth.stride;
+        for (int v = 0; v < Vectors; v++) c[r][v] += half[v] * a[r * kConvertedDepth + 1];
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < vectors; v++)
+    for (int v = 0; v < Vectors; v++)
       store(to.data + r * to.stride + column + v * kLanes, c[r][v]);
 }
 
-template <int Rows, class Start>
-inline void halves_rows(const bf16* a, int64_t lda, const Start& start, int columns, Depth depth,
-                      Sums to) {
+template <int Rows, class Start, class Next>
+inline void halves_rows(Left<bf16> a, const Start& start, int columns, Depth depth, Sums to,
+                        const Next& ahead) {
   alignas(64) float wide[Rows * kConvertedDepth];
   for (int r = 0; r < Rows; r++)
     for (int64_t k = 0; k < depth.runs * depth.lines * 2; k += kLanes)
-      store(wide + r * kConvertedDepth + k, load(a + r * lda + k));
-  for (int c = 0; c < columns; c += 2 * kLanes) halves_tile<Rows>(wide, start, c, depth, to);
+      store(wide + r * kConvertedDepth + k, load(a.data + r * a.stride + k));
+  int c = 0;
+  if constexpr (Rows <= 2)
+    for (; c + 4 * kLanes <= columns; c += 4 * kLanes)
+      halves_tile<Rows, 4>(wide, start, c, depth, to, ahead);
+  for (; c < columns; c += 2 * kLanes) halves_tile<Rows, 2>(wide, start, c, depth, to, ahead);
 }
 
-template <class Start>
-inline void halves_tiles(Left<bf16> a, const Start& start, int columns, Depth depth, Sums to) {
-  for (int r = 0; r < a.rows; r += kPairRows, to.data += kPairRows * to.stride) {
-    const bf16* rows = a.data + r * a.stride;
-    switch (std::min(a.rows - r, kPairRows)) {
-      case 1: halves_rows<1>(rows, a.stride, start, columns, depth, to); break;
-      case 2: halves_rows<2>(rows, a.stride, start, columns, depth, to); break;
-      case 3: halves_rows<3>(rows, a.stride, start, columns, depth, to); break;
-      case 4: halves_rows<4>(rows, a.stride, start, columns, depth, to); break;
-      case 5: halves_rows<5>(rows, a.stride, start, columns, depth, to); break;
-      default: halves_rows<6>(rows, a.stride, start, columns, depth, to);
+// f(std::integral_constant of the rows, `a` from there on, `to`, whether they are the first) for
+// blocks of up to six rows.
+template <class Element, class F>
+inline void rows_of_tiles(Left<Element> a, Sums to, F&& f) {
+  for (bool first = true; a.rows > 0; first = false) {
+    switch (a.rows) {
+      case 1: f(std::integral_constant<int, 1>{}, a, to, first); break;
+      case 2: f(std::integral_constant<int, 2>{}, a, to, first); break;
+      case 3: f(std::integral_constant<int, 3>{}, a, to, first); break;
+      case 4: f(std::integral_constant<int, 4>{}, a, to, first); break;
+      case 5: f(std::integral_constant<int, 5>{}, a, to, first); break;
+      default: f(std::integral_constant<int, 6>{}, a, to, first);
+    }
+    a.rows -= 6, a.data += 6 * a.stride, to.data += 6 * to.stride;
+  }
+}
+
+template <class Start, class Next>
+inline void halves_tiles(Left<bf16> all, const Start& start, int columns, Depth depth, Sums sums,
+                         const Next& ahead) {
+  rows_of_tiles(all, sums, [&](auto rows, Left<bf16> a, Sums to, bool first) {
+    if (first) halves_rows<rows>(a, start, columns, depth, to, ahead);
+    else halves_rows<rows>(a, start, columns, depth, to, Nothing{});
+  });
+}
+#endif
+
+#if defined(MODULM_WIDE_PAIRS)
+// The first and third bytes of lanes as pairs, or the second and fourth.
+template <bool Signed>
+inline __m256i wide_bytes(vu line, bool odd) {
+  const auto x = (__m256i)line;
+  if (Signed) return _mm256_srai_epi16(odd ? x : _mm256_slli_epi16(x, 8), 8);
+  return odd ? _mm256_srli_epi16(x, 8) : _mm256_and_si256(x, _mm256_set1_epi16(0xff));
+}
+
+// Rows of 16 bits in the order of wide_bytes times bytes, summed in int32. Rows of int16 meet columns
+// of uint8, and rows of uint16 below 2^15 columns of int8.
+template <int Rows, int Vectors, class Element, class Start, class Next>
+[[gnu::noinline]] void bytes_tile(const Element* a, int64_t lda, const Start& start, int column,
+                                  Depth depth, Sums to, const Next& ahead) {
+  constexpr bool has_sign = std::is_same<Element, uint16_t>::value;
+  vi c[Rows][Vectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; v++)
+      c[r][v] = to.fresh ? vi{} : load_raw<vi>(to.data + r * to.stride + column + v * kLanes);
+  for (int run = 0; run < depth.runs; run++) {
+    RunOf<Vectors, Start, Next> b(start, ahead, depth, run, column);
+    for (int64_t k = 0; k < depth.lines; k++, a += 4, b.advance(depth.stride)) {
+      b.fetch();
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; odd++) {
+        __m256i bytes[Vectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < Vectors; v++)
+          bytes[v] = wide_bytes<has_sign>(b.line(v), odd);
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
+          for (int v = 0; v < Vectors; v += 2)
+            add_pairs(c[r][v], c[r][v + 1], bytes[v], bytes[v + 1], a + r * lda + 2 * odd);
+        __asm__ volatile("" ::: "memory");  // all registers are in use: a line is read twice
+      }
     }
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; v++)
+      store_raw(to.data + r * to.stride + column + v * kLanes, c[r][v]);
+}
+
+template <int Rows, class Element, class Start, class Next>
+inline void bytes_rows(Left<Element> a, const Start& start, int columns, Depth depth, Sums to,
+                       const Next& ahead) {
+  int c = 0;
+  if constexpr (Rows <= 2)
+    for (; c + 4 * kLanes <= columns; c += 4 * kLanes)
+      bytes_tile<Rows, 4>(a.data, a.stride, start, c, depth, to, ahead);
+  for (; c < columns; c += 2 * kLanes)
+    bytes_tile<Rows, 2>(a.data, a.stride, start, c, depth, to, ahead);
+}
+
+template <class Element, class Start, class Next>
+inline void bytes_tiles(Left<Element> all, const Start& start, int columns, Depth depth, Sums sums,
+                        const Next& ahead) {
+  rows_of_tiles(all, sums, [&](auto rows, Left<Element> a, Sums to, bool first) {
+    if (first) bytes_rows<rows>(a, start, columns, depth, to, ahead);
+    else bytes_rows<rows>(a, start, columns, depth, to, Nothing{});
+  });
 }
 #endif
 
@@ -269,9 +385,6 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
   for (; c + 2 * kLanes <= columns; c += 2 * kLanes) tile_rows<rows, 2>(a, start, c, depth, to);
 #else
 #if defined(__AVX2__)
-  if constexpr (std::is_same<Element, bf16>::value)
-    if (a.rows > 2 && depth.runs * depth.lines * 2 <= kConvertedDepth)
-      return halves_tiles(a, start, columns, depth, to);
   if (sizeof(Element) > 2 && a.rows > 2)
     for (; c + 2 * kLanes <= columns; c += 2 * kLanes)
       tile_rows<rows, 2>(a, start, c, depth, to);
@@ -286,25 +399,34 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
 }
 
 // In fp32, the lines of a run are a multiple of 8, in bf16 of 16. With AMX, the rows of a and c are
-// padded to the next multiple of 16 if there are more than 16.
-template <class Element, class Start>
+// padded to the next multiple of 16 if there are more than 16. ahead(run, column, columns): the Lines
+// that are fetched while these columns of a run are multiplied, on levels with kFetchedInTiles.
+template <class Element, class Start, class Next = Nothing>
 inline void multiply_attention(Left<Element> a, const Start& start, int columns, Depth depth,
-                               Sums to) {
+                               Sums to, [[maybe_unused]] const Next& ahead = {}) {
 #if defined(__AMX_BF16__)
   if constexpr (!std::is_same<Element, float>::value)
     return amx_tiles(a.data, a.stride, a.rows, start, columns, depth.runs, depth.lines,
                      depth.stride, to.data, to.stride, to.fresh);
 #endif
-  multiply_tiles(a, start, columns, depth, to);
+#if defined(MODULM_WIDE_PAIRS)
+  if constexpr (std::is_integral<Element>::value)
+    return bytes_tiles(a, start, columns, depth, to, ahead);
+  else if constexpr (std::is_same<Element, bf16>::value)
+    if (depth.runs * depth.lines * 2 <= kConvertedDepth)
+      return halves_tiles(a, start, columns, depth, to, ahead);
+  if constexpr (!std::is_integral<Element>::value)
+#endif
+    multiply_tiles(a, start, columns, depth, to);
 }
 
 // Number of lines that are multiplied for a head of this size, out of its padded lines.
-template <class Element>
+template <class Math>
 inline int64_t attention_lines(int64_t size, int64_t padded) {
 #if defined(__AMX_BF16__)
-  if constexpr (!std::is_same<Element, float>::value) return padded;
+  if constexpr (!std::is_same<typename Math::Element, float>::value) return padded;
 #endif
-  const int64_t width = 4 / sizeof(Element);
+  constexpr int64_t width = Math::width;
   return (size + width - 1) / width < padded ? (size + width - 1) / width : padded;
 }
 

@@ -22,7 +22,8 @@ void Walk<Math>::split(int64_t index, const State& state) {
   origin = index * kSplit;
   seen = pieces(tile, index);
   if (at_once()) find(seen);
-  if (p.cache.latent) add_latent_scores();
+  if constexpr (!kFixed)
+    if (p.cache.latent) add_latent_scores();
   for (group = 0; group < tile.rows; group += kGroupRows) attend(state);
 }
 

@@ -51,7 +51,7 @@ class Walk {
 #endif
   static constexpr int64_t kWeightStride = kChunk + 64 / sizeof(Weight);
   static constexpr int kPlanes = Math::planes;
-  static constexpr bool kFixed = kPlanes == 2;
+  static constexpr bool kFixed = Math::fixed;
 
   static constexpr int kFewRows = 16;
   static constexpr float kHidden = -1e30f;
@@ -148,7 +148,7 @@ class Walk {
       if constexpr (kFixed) {
         float row[kMaxSize];
         copy_row(from, row);
-        fixed_queries[r] = split_query(row, p.cache.size, to, to + query_stride);
+        fixed_queries[r] = split_query(row, p.cache.size, to, query_stride);
       } else {
         copy_row(from, to);
       }
@@ -207,6 +207,25 @@ class Walk {
     int64_t inside, id = block_at(*next.tile, next.position + index * kPiece, inside);
     const int64_t token = p.cache.value_size * p.cache.element();
     fetch(p.cache.values(id, next.head) + inside * token, kPiece * token);
+  }
+
+  // The keys of a piece of the next chunk, from a line and column on.
+  Lines next_keys(int64_t index, int64_t line, int64_t column) const {
+    if (index >= next.pieces || line >= lines || !Math::in_place(p.cache)) return {};
+    int64_t inside, id = block_at(*next.tile, next.position + index * kPiece, inside);
+    return {reinterpret_cast<const uint32_t*>(p.cache.keys(id, next.head)) + inside + column +
+                line * p.cache.block,
+            p.cache.block};
+  }
+
+  // With few rows, memory is the bottleneck: what is needed next is fetched meanwhile.
+  template <class T, class Start, class Next>
+  void multiply(Left<T> rows, const Start& at, int columns, Depth depth, Sums to,
+                const Next& ahead) const {
+    if constexpr (kFetchedInTiles)
+      if (tile.rows <= kFewRows)
+        return multiply_attention(rows, at, columns, depth, to, ahead);
+    multiply_attention(rows, at, columns, depth, to);
   }
 
   // Prefetches into the second-level cache: the hardware prefetcher stops at a page, and a block is
@@ -319,20 +338,27 @@ class Walk {
     const int64_t stride = Math::in_place(p.cache) ? p.cache.block : kPiece;
     const Line* const* pieces = keys + chunk.low / kPiece;
     auto at = [&](int, int c) {
-      if (c % kPiece == 0) fetch_keys(c / kPiece);
+      if (!kFetchedInTiles && c % kPiece == 0) fetch_keys(c / kPiece);
       return pieces[c / kPiece] + c % kPiece;
+    };
+    // Its values are needed after the keys of a chunk.
+    auto ahead = [&](int, int c, int n) -> Lines {
+      if (!Math::in_place(p.cache)) return {};
+      return {reinterpret_cast<const uint32_t*>(values[chunk.low / kPiece + c / kPiece]) +
+                  c % kPiece * lines,
+              n};
     };
     const Left<Element> rows{queries + kPlanes * group * query_stride, query_stride,
                              kPlanes * group_rows()};
     float* to = chunk_scores(0) + (chunk.low - chunk_origin());
-    const Depth depth{1, attention_lines<Element>(p.size, lines), stride};
+    const Depth depth{1, attention_lines<Math>(p.size, lines), stride};
     if constexpr (kFixed) {
-      multiply_attention(rows, at, columns, depth, Sums{sums, sum_stride(), true});
+      multiply(rows, at, columns, depth, Sums{sums, sum_stride(), true}, ahead);
       for (int i = 0; i < group_rows(); i++)
-        join_scores(fixed_queries[group + i], sums + 2 * i * sum_stride(),
-                    sums + (2 * i + 1) * sum_stride(), columns, to + i * score_stride());
+        join_scores(fixed_queries[group + i], sums + kPlanes * i * sum_stride(), sum_stride(),
+                    columns, to + i * score_stride());
     } else {
-      multiply_attention(rows, at, columns, depth, Sums{to, score_stride(), true});
+      multiply(rows, at, columns, depth, Sums{to, score_stride(), true}, ahead);
     }
   }
 
@@ -342,7 +368,7 @@ class Walk {
     int64_t columns = query_columns(), turned = columns + 16;
     auto at = [&](int, int c) { return turned_queries + c; };
     for (int64_t column = seen.low; column < seen.high; column += kPiece) {
-      if constexpr (!kFixed) Math::rows(values[column / kPiece], p.cache.size, key_rows);
+      Math::rows(values[column / kPiece], p.cache.size, key_rows);
       multiply_attention(Left<Element>{key_rows, p.cache.size, kPiece}, at, int(columns),
                          Depth{1, lines, columns}, Sums{turned_scores, turned, true});
       transpose(turned_scores, turned, kPiece, columns, scores + column, score_stride());
@@ -355,19 +381,22 @@ class Walk {
     const int runs = int(chunk.high - chunk.low) / kPiece;
     const Line* const* pieces = values + chunk.low / kPiece;
     auto at = [&](int run, int c) {
-      if (!c) fetch_values(run);
+      if (!kFetchedInTiles && !c) fetch_values(run);
       return pieces[run] + c;
+    };
+    auto ahead = [&](int run, int c, int) {
+      return next_keys(run, c / kPiece * (kPiece / Math::width), c % kPiece);
     };
     const Left<Weight> rows{weights + (chunk.low - chunk_origin()), kWeightStride,
                             kPlanes * group_rows()};
     const Depth depth{runs, kPiece / Math::width, size};
     if constexpr (kFixed) {
-      multiply_attention(rows, at, columns, depth, Sums{sums, sum_stride(), true});
+      multiply(rows, at, columns, depth, Sums{sums, sum_stride(), true}, ahead);
       for (int i = 0; i < group_rows(); i++)
-        join_values(sums + 2 * i * sum_stride(), sums + (2 * i + 1) * sum_stride(), columns,
-                    value_units[i], fresh, state.row(group + i));
+        join_values(sums + kPlanes * i * sum_stride(), sum_stride(), columns, value_units[i],
+                    fresh, state.row(group + i));
     } else {
-      multiply_attention(rows, at, columns, depth, Sums{state.row(group), state.stride, fresh});
+      multiply(rows, at, columns, depth, Sums{state.row(group), state.stride, fresh}, ahead);
     }
   }
 
@@ -417,7 +446,7 @@ class Walk {
       const float* scales = value_scales + chunk_origin();
       const float most = value_units[i] = row_peak(scales, mine);
       total = row_planes(x, mine, unit, state.peak[r], scales, most > 0.0f ? 1.0f / most : 0.0f,
-                         to, to + kWeightStride);
+                         to, kWeightStride);
     } else {
       total = row_weights<Math, Whole>(x, mine, unit, state.peak[r], to);
       if (any_beyond(total, kLarge)) {

@@ -61,7 +61,7 @@ struct Target {
   void step(const T* x, int64_t row, int64_t k, int64_t n) const {
     float scale = scale_of(x, n, kLargest[w.digits - 1]);
     float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-    if (wide_digits(w)) return wide_step(x, row, k, n, scale, inverse);
+    if constexpr (kWideDigits) return wide_step(x, row, k, n, scale, inverse);
     alignas(64) int8_t high[kStep] = {}, low[kStep] = {};
     for_lanes(n, [&](int64_t i, int lanes) {
       vi code = nearest(load_n(x + i, lanes) * inverse);
@@ -76,7 +76,7 @@ struct Target {
     if (w.digits == 2) put(low, row * 2 + 1, k, scale);
   }
 
-  // The same where both digits are one number of 16 bits: pairs of k, see wide.h.
+  // The same as numbers of 16 bits: pairs of k, see wide.h.
   template <class T>
   void wide_step(const T* x, int64_t row, int64_t k, int64_t n, float scale, float inverse) const {
     alignas(64) int16_t codes[kStep] = {};
@@ -93,14 +93,14 @@ struct Target {
         sums[0] = total(codes + (at - k), stop - at);
         sums[to.runs] = 0;
       }
-    // The even and the odd k of each quad; in a packed lane, quads are those of order_for_nibbles.
-    static constexpr int plain[8] = {0, 2, 1, 3, 4, 6, 5, 7}, nibbles[8] = {0, 1, 4, 5, 2, 3, 6, 7};
-    const int* order = w.format == kWeightInt4 ? nibbles : plain;
-    for (int64_t at = 0; at < end - k; at += 8) {
-      int16_t eight[8];
-      for (int i = 0; i < 8; i++) eight[i] = codes[at + order[i]];
-      std::memcpy(const_cast<int8_t*>(to.at(2 * row, 0)) + 2 * (k + at), eight, sizeof(eight));
-    }
+    // Of eight the even and the odd ones of each quad: 0, 2, 1, 3, 4, 6, 5, 7; in a packed lane, where
+    // quads are those of order_for_nibbles, 0, 1, 4, 5, 2, 3, 6, 7.
+    const v16 plain = {0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15};
+    const v16 nibbles = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
+    const v16 order = w.format == kWeightInt4 ? nibbles : plain;
+    int8_t* pairs = const_cast<int8_t*>(to.at(2 * row, 0)) + 2 * k;
+    for (int64_t at = 0; at < end - k; at += 8)
+      store_raw(pairs + 2 * at, __builtin_shuffle(load_raw<v16>(codes + at), order));
   }
 
   // The totals of the digits, whose minima are multiplied in 16 bits.
@@ -134,7 +134,7 @@ struct Target {
 };
 
 int64_t padded_rows(int64_t rows, const Weight& w) {
-  return div_up(rows * w.digits, kRowTile) * kRowTile;
+  return div_up(rows * digits_of(w), kRowTile) * kRowTile;
 }
 
 }  // namespace
@@ -148,7 +148,7 @@ int64_t activation_bytes(int64_t rows, const Weight& w) {
 Activations activations_in(void* memory, int64_t rows, const Weight& w) {
   int64_t all = padded_rows(rows, w);
   Activations to;
-  to.rows = rows * w.digits;
+  to.rows = rows * digits_of(w);
   to.blocks = w.padded_k() / kBlockK;
   to.steps = w.steps();
   to.runs = w.runs();
@@ -169,8 +169,9 @@ void quantize_row(const Activations& to, const Weight& w, const void* x, int dty
 
 void copy_row(const Activations& to, const Weight& w, const Activations& from, int64_t source,
               int64_t row) {
-  for (int64_t d = 0; d < w.digits; d++) {
-    int64_t a = source * w.digits + d, b = row * w.digits + d;
+  const int64_t digits = digits_of(w);
+  for (int64_t d = 0; d < digits; d++) {
+    int64_t a = source * digits + d, b = row * digits + d;
     for (int64_t k = 0; k < w.padded_k(); k += kBlockK)
       std::memcpy(const_cast<int8_t*>(to.at(b, k)), from.at(a, k), kBlockK);
     std::memcpy(to.scales + b * to.steps, from.scales + a * from.steps, to.steps * sizeof(float));

@@ -5,6 +5,7 @@
 // the largest of its step, at twice the products, and with no conversion of the weights.
 #pragma once
 
+#include "base/pairs.h"
 #include "base/pool.h"
 #include "linear/weight.h"
 
@@ -23,18 +24,20 @@ constexpr int kRowTile = 2;
 
 constexpr int kBlockK = 64;
 
-constexpr int kWideRows = 4;  // rows of two digits that a kernel takes at once
+constexpr int kWideRows = 6;  // rows of 16 bits that a kernel takes at once
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(MODULM_WIDE_PAIRS)
 constexpr bool kWideDigits = true;
 #else
 constexpr bool kWideDigits = false;
 #endif
 
-// Whether two digits are held as numbers of 16 bits, in the place of both (wide.h).
-inline bool wide_digits(const Weight& w) { return kWideDigits && w.digits == 2; }
+// How many rows of bytes hold a row of activations: as many as it has digits, or two, if these are
+// numbers of 16 bits (wide.h). Then sums take one row, else one for each digit.
+inline int64_t digits_of(const Weight& w) { return kWideDigits ? 2 : w.digits; }
+inline int64_t sums_of_row(const Weight& w) { return !w.integer() || kWideDigits ? 1 : w.digits; }
 
-// Row d of r * digits + d is digit d of row r, the most significant first.
+// Row d of r * digits + d is digit d of row r, the most significant first, except in wide.h.
 struct Activations {
   int8_t* codes;   // [rows / kRowTile][padded K / 64][kRowTile][64]
   float* scales;   // [rows][steps]

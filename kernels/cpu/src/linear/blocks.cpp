@@ -1,6 +1,7 @@
 // The kernels of blocks.h's products, compiled once for linear layers and experts.
 #include "linear/blocks.h"
 #include "linear/codes.h"
+#include "linear/wide.h"
 
 #if defined(__AMX_INT8__)
 #include "linear/amx.h"
@@ -48,33 +49,73 @@ inline vi start_of_group(int32_t total) {
   return Type::kCentre ? splat_int(-Type::kCentre * total) : vi{};
 }
 
-// How rows of activations lie, and what a kernel's row is: a digit, or both digits of a row as
-// numbers of 16 bits (wide.h).
-struct Digits {
-  static constexpr int kDigits = 1;
-  static int64_t stride(const Activations&) { return kBlockK; }
-  static const int8_t* quad(const int8_t* x, int number) { return x + 4 * number; }
-  static auto load(const int8_t* quad) { return load_quad(quad); }
-  static auto hold(const int8_t* quad) { return hold_quad(quad); }
-  static vi minima(const vu (&both)[4], const int32_t* totals, int64_t) {
-    vi sum{};
-    for (int p = 0; p < 4; p++) sum = pair_dot(sum, both[p], uint32_t(totals[p]));
-    return sum;
-  }
-};
-struct BothDigits {
-  static constexpr int kDigits = 2;
+// Of a step the minima of a row's groups times the sums of its codes, in the order of minima_of.
+inline vi minima_sum(const vu (&both)[4], const int32_t* totals) {
+  vi sum{};
+  for (int p = 0; p < 4; p++) sum = pair_dot(sum, both[p], uint32_t(totals[p]));
+  return sum;
+}
+
+// How rows of activations and codes lie: bytes and quads [k / 4][64], or numbers of 16 bits and
+// squares (wide.h).
+#if defined(MODULM_WIDE_PAIRS)
+struct Form {
+  static constexpr int kDigits = 2;  // rows of bytes of a row
+  static constexpr int64_t kCodes = kPanel / kSquareColumns * kSquare;
   static int64_t stride(const Activations& a) { return a.blocks * 2 * kBlockK; }
   static const int8_t* quad(const int8_t* x, int number) { return x + 8 * number; }
-  static auto load(const int8_t* quad) { return load_wide_quad(quad); }
-  static auto hold(const int8_t* quad) { return load_wide_quad(quad); }
+  // Where the codes of a quad are, from a column on.
+  static int64_t place(int quad, int64_t column) {
+    return column / kSquareColumns * kSquare + quad * kSquareLine + column % kSquareColumns;
+  }
+  static void put(uint32_t* to, vu codes) {
+    for (int p = 0; p < 2; p++)
+      store_raw(to + p * kSquareColumns, wide_codes<kQuads>(codes, p, Lookup(kNoTable)));
+  }
+  // c += the products of a quad of codes with the rows.
+  template <int Rows>
+  static void add(const int8_t* quad, int64_t stride, const uint32_t* b, vi (&c)[Rows][2]) {
+    wide_line<kWidened>(quad, stride, b, Lookup(kNoTable), c);
+  }
   static vi minima(const vu (&both)[4], const int32_t* totals, int64_t runs) {
-    return (Digits::minima(both, totals, runs) << 8) + Digits::minima(both, totals + runs, runs);
+    return (minima_sum(both, totals) << 8) + minima_sum(both, totals + runs);
   }
 };
+#else
+struct Form {
+  static constexpr int kDigits = 1;
+  static constexpr int64_t kCodes = kBlock / 4 * kPanel;
+  static int64_t stride(const Activations&) { return kBlockK; }
+  static const int8_t* quad(const int8_t* x, int number) { return x + 4 * number; }
+  static int64_t place(int quad, int64_t column) { return quad * kPanel + column; }
+  static void put(uint32_t* to, vu codes) { store_raw(to, codes); }
+  template <int Rows, int Vectors>
+  static void add(const int8_t* quad, int64_t stride, const uint32_t* b, vi (&c)[Rows][Vectors]) {
+    vu codes[Vectors];
+    for (int v = 0; v < Vectors; v++) codes[v] = load_raw<vu>(b + v * kLanes);
+    for (int r = 0; r < Rows; r++) {
+      const auto held = hold_quad(quad + r * stride);
+      for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], held);
+    }
+  }
+  static vi minima(const vu (&both)[4], const int32_t* totals, int64_t) {
+    return minima_sum(both, totals);
+  }
+};
+#endif
 
+// One step of a panel, converted to the form that is multiplied. It stays in the first-level cache
+// for all rows.
+struct alignas(64) SpreadBlocks {
+  uint32_t codes[Form::kCodes];
+  float scales[kBlock / kLeastGroup][kPanel];
+  uint32_t minima[4][kPanel];
+  float d[kPanel], least[kPanel];
+};
+
+#if !defined(MODULM_WIDE_PAIRS)
 // Few rows: codes are read from memory into registers, without a buffer.
-template <class Type, class Form, int Rows, int Vectors>
+template <class Type, int Rows, int Vectors>
 inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int64_t row,
                        int column, float* sums) {
   constexpr int quads = Type::kGroup / 4, groups = kSpan / Type::kGroup;
@@ -109,7 +150,7 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
         for (int r = 0; r < Rows; r++)
           for (int v = 0; v < Vectors; v++)
             c[r][v] =
-                start_of_group<Type>(totals[Form::kDigits * r * a.runs + s * groups + g]);
+                start_of_group<Type>(totals[r * a.runs + s * groups + g]);
 #pragma GCC unroll 8
         for (int q = 0; q < quads; q += 2) {
           const int at = g * quads + q;  // of the span's 16
@@ -119,7 +160,7 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
             line += width;
           }
           auto quad = [&](int r, int h) {
-            return Form::load(Form::quad(x + r * stride, at + h));
+            return load_quad(Form::quad(x + r * stride, at + h));
           };
           decltype(quad(0, 0)) held[Rows][2];
           for (int r = 0; r < Rows; r++)
@@ -154,26 +195,115 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
         for (int p = 0; p < 4; p++) both[p] = parts.minima_of(p, v);
       }
       for (int r = 0; r < Rows; r++) {
-        const int64_t digit = Form::kDigits * r;
         vf sum = block_sum(part[r][v], d);
         if constexpr (Type::kMinima)
-          sum = block_sum(part[r][v], d, Form::minima(both, totals + digit * a.runs, a.runs),
-                          least);
-        float* to = sums + digit * kPanel + column + v * kLanes;
-        store(to, fused(sum, a.scales[(row + digit) * a.steps + i], load(to)));
+          sum = block_sum(part[r][v], d, Form::minima(both, totals + r * a.runs, a.runs), least);
+        float* to = sums + r * kPanel + column + v * kLanes;
+        store(to, fused(sum, a.scales[(row + r) * a.steps + i], load(to)));
       }
     }
   }
 }
 
-// One step of a panel, converted to the form that is multiplied. It stays in the first-level cache
-// for all rows.
-struct alignas(64) SpreadBlocks {
-  uint32_t quads[kBlock / 4][kPanel];
-  float scales[kBlock / kLeastGroup][kPanel];
-  uint32_t minima[4][kPanel];
-  float d[kPanel], least[kPanel];
-};
+#else
+// One line of nibbles of a group with the high bits that belong to it: the codes of its quads meet
+// pairs of one row.
+template <class Type, int Vectors>
+inline void block_line(const int8_t* x, const uint32_t* b, const uint32_t* high, int number,
+                       vi (&c)[1][Vectors]) {
+  __m256i pairs[4];
+#pragma GCC unroll 4
+  for (int p = 0; p < 4; p++) pairs[p] = load_pairs(x + 4 * p);
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; v++) {
+    if (v % 2 == 0) {
+      __builtin_prefetch(b + v * kLanes + kBlocksFar, 0, 2);
+      __builtin_prefetch(b + v * kLanes + kQuadsNear);
+    }
+    const vu line = load_raw<vu>(b + v * kLanes);
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+      const vu codes =
+          block_codes<Type>(line, load_raw<vu>(high + v * kLanes), h, 2 * number + h);
+      add_pairs(c[0][v], (__m256i)(codes & 0x00ff00ffu), pairs[2 * h]);
+      add_pairs(c[0][v], _mm256_srli_epi16((__m256i)codes, 8), pairs[2 * h + 1]);
+    }
+  }
+}
+
+// One row of both digits: lines of a panel as they come from memory, all sums of a group in
+// registers.
+template <class Type, int Vectors>
+[[gnu::noinline]] void wide_block_row(const Weight& w, int64_t panel, const Activations& a, int64_t row,
+                           int column, float* sums) {
+  constexpr int lines = Type::kGroup / 8;
+  static_assert(!Type::kHighBits || Type::kShared == lines, "a group has one line of high bits");
+  const int64_t width = w.width(panel);
+  const uint8_t* step = w.panel(panel);
+  const int8_t* x = a.at(row, 0);
+  const Lookup code_of(kNoTable);
+  for (int64_t i = 0; i < a.steps; i++, step += width * Type::kBytes) {
+    const int32_t* totals = totals_of<Type>(a, row, i);
+    const BlockParts<Type> parts(step, width, column);
+    for (auto p = parts.scales; p < parts.codes; p += 64 / sizeof(*p)) {
+      __builtin_prefetch(p + kBlocksFar, 0, 2);
+      __builtin_prefetch(p + kQuadsNear);
+    }
+    vf part[Vectors] = {};
+    const uint32_t* line = parts.codes;
+    for (int four = 0; four < Type::kGroups; four += 4) {
+      vu scales[Vectors];  // of four groups, the next one in the lowest bytes
+      for (int v = 0; v < Vectors; v++) scales[v] = parts.scales_of(four * Type::kGroup / kSpan, v);
+#pragma GCC unroll 1
+      for (int g = four; g < four + 4; g++) {
+        vi c[1][Vectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < Vectors; v++) c[0][v] = start_of_group<Type>(totals[g]);
+        const uint32_t* high = line;
+        if constexpr (Type::kHighBits > 0) {
+          for (int v = 0; v < Vectors; v += 2) {
+            __builtin_prefetch(high + v * kLanes + kBlocksFar, 0, 2);
+            __builtin_prefetch(high + v * kLanes + kQuadsNear);
+          }
+          line += width;
+        }
+#pragma GCC unroll 4
+        for (int l = 0; l < lines; l++, line += width, x += 16) {
+          if constexpr (Type::kHighBits == 0)
+            wide_line_of_one<kNibbles, kBlocksFar>(x, line, code_of, c);
+          else block_line<Type>(x, line, high, l, c);
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < Vectors; v++) {
+          part[v] = fused(__builtin_convertvector(c[0][v], vf), scale_of_group<Type>(scales[v], 0),
+                          part[v]);
+          scales[v] >>= 8;
+        }
+      }
+    }
+    for (int v = 0; v < Vectors; v++) {
+      const vf d = load(parts.d + v * kLanes);
+      vf sum = block_sum(part[v], d);
+      if constexpr (Type::kMinima) {
+        vu both[4];
+        for (int p = 0; p < 4; p++) both[p] = parts.minima_of(p, v);
+        sum = block_sum(part[v], d, Form::minima(both, totals, a.runs),
+                        load(parts.least + v * kLanes));
+      }
+      float* to = sums + column + v * kLanes;
+      store(to, fused(sum, a.scales[row * a.steps + i], load(to)));
+    }
+  }
+}
+
+template <class Type>
+inline void wide_block_panel(const Weight& w, int64_t panel, const Activations& a, int64_t row,
+                             float* sums) {
+  const int width = w.width(panel);
+  if (width == kPanel) return wide_block_row<Type, kPanel / kLanes>(w, panel, a, row, 0, sums);
+  for (int c = 0; c < width; c += 2 * kLanes) wide_block_row<Type, 2>(w, panel, a, row, c, sums);
+}
+#endif
 
 template <class Type>
 inline void spread_blocks(const uint8_t* step, int64_t width, SpreadBlocks& to) {
@@ -187,8 +317,9 @@ inline void spread_blocks(const uint8_t* step, int64_t width, SpreadBlocks& to) 
 #pragma GCC unroll 4
       for (int l = 0; l < lines; l++) {
         const vu line = load_raw<vu>(all.nibbles(span, within + l) + c);
-        store_raw(&to.quads[2 * (i + l)][c], block_codes<Type>(line, high, false, 2 * l));
-        store_raw(&to.quads[2 * (i + l) + 1][c], block_codes<Type>(line, high, true, 2 * l + 1));
+        for (int h = 0; h < 2; h++)
+          Form::put(to.codes + Form::place(2 * (i + l) + h, c),
+                    block_codes<Type>(line, high, h, 2 * l + h));
       }
     }
   constexpr int groups = kSpan / Type::kGroup;
@@ -208,7 +339,7 @@ inline void spread_blocks(const uint8_t* step, int64_t width, SpreadBlocks& to) 
 }
 
 // The end of a step for some rows and vectors: `sums` are those of the first row and column.
-template <class Type, class Form, int Rows, int Vectors>
+template <class Type, int Rows, int Vectors>
 inline void add_block(const SpreadBlocks& b, const vf (&part)[Rows][Vectors], const Activations& a,
                       int64_t row, int64_t step, int column, float* sums) {
   const int32_t* totals = totals_of<Type>(a, row, step);
@@ -226,15 +357,15 @@ inline void add_block(const SpreadBlocks& b, const vf (&part)[Rows][Vectors], co
       vf sum = block_sum(part[r][v], d);
       if constexpr (Type::kMinima)
         sum = block_sum(part[r][v], d, Form::minima(both, totals + digit * a.runs, a.runs), least);
-      float* to = sums + digit * kPanel + c;
+      float* to = sums + r * kPanel + c;
       store(to, fused(sum, a.scales[(row + digit) * a.steps + step], load(to)));
     }
   }
 }
 
 // Rows times Vectors * kLanes columns of one step.
-template <class Type, class Form, int Rows, int Vectors>
-inline void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row, const int8_t* x,
+template <class Type, int Rows, int Vectors>
+[[gnu::noinline]] void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row, const int8_t* x,
                        int64_t step, int column, Ahead& next, float* sums) {
   constexpr int quads = Type::kGroup / 4, groups = kSpan / Type::kGroup;
   const int32_t* totals = totals_of<Type>(a, row, step);
@@ -246,37 +377,37 @@ inline void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row,
     for (int g = 0; g < groups; g++) {
       const int run = s * groups + g;
       vi c[Rows][Vectors];
+#pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
         for (int v = 0; v < Vectors; v++)
           c[r][v] = start_of_group<Type>(totals[Form::kDigits * r * a.runs + run]);
 #pragma GCC unroll 8
-      for (int q = 0; q < quads; q++) {
-        vu codes[Vectors];
-        for (int v = 0; v < Vectors; v++)
-          codes[v] = load_raw<vu>(&b.quads[run * quads + q][column + v * kLanes]);
-        for (int r = 0; r < Rows; r++) {
-          auto quad = Form::hold(Form::quad(x + r * stride, g * quads + q));
-          for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
-        }
-      }
+      for (int q = 0; q < quads; q++)
+        Form::add(Form::quad(x, g * quads + q), stride,
+                  b.codes + Form::place(run * quads + q, column), c);
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) {
         const vf scale = load(&b.scales[run][column + v * kLanes]);
+#pragma GCC unroll 8
         for (int r = 0; r < Rows; r++)
           part[r][v] = fused(__builtin_convertvector(c[r][v], vf), scale, part[r][v]);
       }
     }
   }
-  add_block<Type, Form>(b, part, a, row, step, column, sums);
+  add_block<Type>(b, part, a, row, step, column, sums);
 }
 
-template <class Type, class Form, int Rows>
+// The columns from `c` to `width`.
+template <class Type, int Rows>
 inline void block_columns(const SpreadBlocks& b, const Activations& a, int64_t row, int64_t step,
-                          int width, Ahead& next, float* sums) {
+                          int c, int width, Ahead& next, float* sums) {
   const int8_t* x = a.at(row, 0) + step * kSpans * Activations::kBlockStride;
-  int c = 0;
   for (; c + 2 * kLanes <= width; c += 2 * kLanes)
-    block_tile<Type, Form, Rows, 2>(b, a, row, x, step, c, next, sums);
-  for (; c < width; c += kLanes) block_tile<Type, Form, Rows, 1>(b, a, row, x, step, c, next, sums);
+    block_tile<Type, Rows, 2>(b, a, row, x, step, c, next, sums);
+  if constexpr (Form::kDigits == 1)
+    for (; c < width; c += kLanes)
+      block_tile<Type, Rows, 1>(b, a, row, x, step, c, next, sums);
 }
 
 #if defined(__AMX_INT8__)
@@ -288,8 +419,8 @@ inline void tiled_blocks(const SpreadBlocks& b, const Activations& a, int64_t ro
   alignas(64) int32_t dots[Type::kGroups * kIntegerRows * columns];
   for (int g = 0; g < Type::kGroups; g++) {
     QuadTiles q{a.at(row, step * kBlock + g * Type::kGroup), Activations::kBlockStride,
-                a.blocks * Activations::kBlockStride, &b.quads[g * Type::kGroup / 4][column],
-                kPanel, Type::kGroup, 1, false};
+                a.blocks * Activations::kBlockStride, b.codes + Digits::place(g * Type::kGroup / 4, column), kPanel,
+                 Type::kGroup, 1, false};
     amx_quads<Vectors, false>(q, rows, dots + g * kIntegerRows * columns);
   }
   for (int r = 0; r < rows; r++) {
@@ -304,20 +435,20 @@ inline void tiled_blocks(const SpreadBlocks& b, const Activations& a, int64_t ro
         part[0][v] = fused(__builtin_convertvector(dot, vf), scale, part[0][v]);
       }
     }
-    add_block<Type, Digits>(b, part, a, row + r, step, column, sums + r * kPanel);
+    add_block<Type>(b, part, a, row + r, step, column, sums + r * kPanel);
   }
 }
 #endif
 
-// sums[rows][64] += rows from `row` on times one step; rows: 1 to kIntegerRows.
+// sums[rows][64] += rows from `row` on times one step, the columns from `c` to `width`; rows: 1 to
+// kIntegerRows, or kWideRows.
 template <class Type>
 inline void block_step(const SpreadBlocks& b, const Activations& a, int64_t row, int rows,
-                       int64_t step, int width, Ahead& next, float* sums) {
+                       int64_t step, int c, int width, Ahead& next, float* sums) {
 #if defined(__AMX_INT8__)
   if (rows > kQuadRows) {
     tiles.shape(rows, Type::kGroup);
     for (int i = 0; i < 16; i++) next.fetch();
-    int c = 0;
     if (rows <= 16 && width == kPanel) return tiled_blocks<Type, 4>(b, a, row, rows, step, 0, sums);
     if (rows > 16)
       for (; c + 32 <= width; c += 32) tiled_blocks<Type, 2>(b, a, row, rows, step, c, sums);
@@ -326,73 +457,78 @@ inline void block_step(const SpreadBlocks& b, const Activations& a, int64_t row,
   }
 #endif
   switch (rows) {
-    case 1: return block_columns<Type, Digits, 1>(b, a, row, step, width, next, sums);
-    case 2: return block_columns<Type, Digits, 2>(b, a, row, step, width, next, sums);
-#if defined(MODULM_MANY_REGISTERS)
-    case 3: return block_columns<Type, Digits, 3>(b, a, row, step, width, next, sums);
-    case 4: return block_columns<Type, Digits, 4>(b, a, row, step, width, next, sums);
+    case 1: return block_columns<Type, 1>(b, a, row, step, c, width, next, sums);
+    case 2: return block_columns<Type, 2>(b, a, row, step, c, width, next, sums);
+#if defined(MODULM_MANY_REGISTERS) || defined(MODULM_WIDE_PAIRS)
+    case 3: return block_columns<Type, 3>(b, a, row, step, c, width, next, sums);
+    case 4: return block_columns<Type, 4>(b, a, row, step, c, width, next, sums);
 #endif
-#if defined(MODULM_QUAD_DOT)
-    case 5: return block_columns<Type, Digits, 5>(b, a, row, step, width, next, sums);
-    case 6: return block_columns<Type, Digits, 6>(b, a, row, step, width, next, sums);
+#if defined(MODULM_QUAD_DOT) || defined(MODULM_WIDE_PAIRS)
+    case 5: return block_columns<Type, 5>(b, a, row, step, c, width, next, sums);
+    case 6: return block_columns<Type, 6>(b, a, row, step, c, width, next, sums);
 #endif
   }
 }
 
-// The same for rows of both digits; rows: 1 to kWideRows.
-template <class Type>
-inline void wide_step(const SpreadBlocks& b, const Activations& a, int64_t row, int rows,
-                      int64_t step, int width, Ahead& next, float* sums) {
-  switch (rows) {
-    case 1: return block_columns<Type, BothDigits, 1>(b, a, row, step, width, next, sums);
-    case 2: return block_columns<Type, BothDigits, 2>(b, a, row, step, width, next, sums);
-    case 3: return block_columns<Type, BothDigits, 3>(b, a, row, step, width, next, sums);
-    case 4: return block_columns<Type, BothDigits, 4>(b, a, row, step, width, next, sums);
-  }
-}
-
-template <class Type, class Form, int Rows>
+#if !defined(MODULM_WIDE_PAIRS)
+template <class Type, int Rows>
 inline void block_panel(const Weight& w, int64_t panel, const Activations& a, int64_t row,
                         float* sums) {
   const int width = w.width(panel);
   int c = 0;
   for (; c + 4 * kLanes <= width; c += 4 * kLanes)
-    block_rows<Type, Form, Rows, 4>(w, panel, a, row, c, sums);
-  for (; c < width; c += kLanes) block_rows<Type, Form, Rows, 1>(w, panel, a, row, c, sums);
+    block_rows<Type, Rows, 4>(w, panel, a, row, c, sums);
+  for (; c < width; c += kLanes) block_rows<Type, Rows, 1>(w, panel, a, row, c, sums);
 }
+
+#endif
 
 }  // namespace
 
+#if defined(MODULM_WIDE_PAIRS)
+void block_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row, int64_t digits,
+                float* sums) {
+  with_blocks(w.format, [&](auto type) {
+    using Type = decltype(type);
+    const int width = w.width(panel);
+    const int64_t rows = digits / 2, bytes = width * Type::kBytes;
+    if (rows == 1) return wide_block_panel<Type>(w, panel, a, row, sums);
+    auto& spread = *static_cast<SpreadBlocks*>(scratch(kDecoded, sizeof(SpreadBlocks)));
+    const uint8_t* from = w.panel(panel);
+    const int64_t blocks = div_up(rows, kWideRows);
+    for (int64_t step = 0; step < a.steps; step++, from += bytes) {
+      spread_blocks<Type>(from, width, spread);
+      Ahead next(from + bytes, bytes, blocks * (width / kSquareColumns) * kSpans);
+      // Two squares at a time stay in the first-level cache.
+      for (int c = 0, end; c < width; c = end) {
+        end = c + 2 * kSquareColumns < width ? c + 2 * kSquareColumns : width;
+        for_row_blocks(rows, int(div_up(rows, blocks)), [&](int64_t r, int n) {
+          block_step<Type>(spread, a, row + 2 * r, n, step, c, end, next, sums + r * kPanel);
+        });
+      }
+    }
+  });
+}
+#else
 void block_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row, int64_t rows,
                 float* sums) {
   with_blocks(w.format, [&](auto type) {
     using Type = decltype(type);
-    const bool wide = wide_digits(w);
-    if constexpr (kWideDigits)
-      if (wide && rows == 2) return block_panel<Type, BothDigits, 1>(w, panel, a, row, sums);
-    if (rows == 1) return block_panel<Type, Digits, 1>(w, panel, a, row, sums);
-    if (rows == 2) return block_panel<Type, Digits, 2>(w, panel, a, row, sums);
+    if (rows == 1) return block_panel<Type, 1>(w, panel, a, row, sums);
+    if (rows == 2) return block_panel<Type, 2>(w, panel, a, row, sums);
     auto& spread = *static_cast<SpreadBlocks*>(scratch(kDecoded, sizeof(SpreadBlocks)));
     const int width = w.width(panel);
     const uint8_t* from = w.panel(panel);
     for (int64_t step = 0; step < a.steps; step++, from += width * Type::kBytes) {
       spread_blocks<Type>(from, width, spread);
-      const int most = wide ? 2 * kWideRows : kIntegerRows;
-      const int64_t bytes = width * Type::kBytes;
-      const int64_t tiles = div_up(rows, wide ? most : kQuadRows) * (width / 32);
-      Ahead next(from + bytes, bytes, tiles * (kSpans));
-      for (int64_t r = 0; r < rows; r += most) {
-        const int64_t n = rows - r < most ? rows - r : most;
-        if constexpr (kWideDigits)
-          if (wide) {
-            wide_step<Type>(spread, a, row + r, int(n / 2), step, width, next, sums + r * kPanel);
-            continue;
-          }
-        block_step<Type>(spread, a, row + r, int(n), step, width, next,
-                         sums + r * kPanel);
-      }
+      const int64_t bytes = width * Type::kBytes, tiles = div_up(rows, kQuadRows) * (width / 32);
+      Ahead next(from + bytes, bytes, tiles * kSpans);
+      for_row_blocks(rows, kIntegerRows, [&](int64_t r, int n) {
+        block_step<Type>(spread, a, row + r, n, step, 0, width, next, sums + r * kPanel);
+      });
     }
   });
 }
+#endif
 
 }  // namespace modulm

@@ -11,6 +11,14 @@
 #endif
 
 namespace modulm {
+
+#if defined(MODULM_WIDE_PAIRS)
+void integer_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row, int64_t rows,
+                  float* sums) {
+  if (w.blocks()) return block_sums(w, panel, a, row, rows, sums);
+  wide_sums(w, panel, a, row, rows, sums);
+}
+#else
 namespace {
 
 constexpr int64_t kIntegerChunk = kStep;  // k decoded or multiplied at a time
@@ -228,8 +236,6 @@ inline void multiply_slice(const Slice& s, const Activations& a, int64_t row, in
 void integer_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row, int64_t rows,
                   float* sums) {
   if (w.blocks()) return block_sums(w, panel, a, row, rows, sums);
-  if constexpr (kWideDigits)
-    if (wide_digits(w)) return wide_sums(w, panel, a, row, rows, sums);
   bool nibbles = w.format == kWeightInt4;
   int width = w.width(panel);
   auto codes = reinterpret_cast<const uint32_t*>(w.panel(panel));
@@ -256,5 +262,7 @@ void integer_sums(const Weight& w, int64_t panel, const Activations& a, int64_t 
     });
   }
 }
+
+#endif
 
 }  // namespace modulm

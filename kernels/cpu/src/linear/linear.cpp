@@ -17,6 +17,8 @@ namespace {
 constexpr int64_t kBF16Chunk = 256;            // the same for bf16 that needs no decoding
 #if defined(__AMX_BF16__)
 constexpr int64_t kRowBlockBytes = 1 << 20;    // of x: half of a second-level cache
+#elif defined(MODULM_WIDE_PAIRS)
+constexpr int64_t kRowBlockBytes = 256 << 10;
 #else
 constexpr int64_t kRowBlockBytes = 512 << 10;
 #endif
@@ -86,8 +88,9 @@ void panel_product(const Product& p, int64_t panel, int64_t row, int64_t rows) {
     case kWeightFP32: return float_panel<float>(p, panel, row, rows);
     case kWeightFP16: return float_panel<fp16>(p, panel, row, rows);
   }
-  float* sums = sums_of(rows * p.digits(), kSums);
-  if (p.w.integer()) integer_sums(p.w, panel, p.integers, row * p.w.digits, rows * p.w.digits, sums);
+  float* sums = sums_of(rows * sums_of_row(p.w), kSums);
+  const int64_t digits = digits_of(p.w);
+  if (p.w.integer()) integer_sums(p.w, panel, p.integers, row * digits, rows * digits, sums);
   else fp8_sums(p.w, panel, {static_cast<const bf16*>(p.x) + row * p.ldx, p.ldx}, rows, sums);
   deliver(p, row, rows, panel, sums);
 }
@@ -96,7 +99,7 @@ void panel_product(const Product& p, int64_t panel, int64_t row, int64_t rows) {
 int64_t rows_per_block(const Product& p) {
   const Weight& w = p.w;
   bool wide = w.format == kWeightFP32 || w.format == kWeightFP16;
-  int64_t bytes = w.padded_k() * (w.integer() ? w.digits : wide ? 4 : 2);
+  int64_t bytes = w.padded_k() * (w.integer() ? digits_of(w) : wide ? 4 : 2);
   int64_t units = kRowBlockBytes / bytes / kRowBlockUnit;
   int64_t most = kRowBlockUnit * (units < 1 ? 1 : units > 6 ? 6 : units);
   return div_up(div_up(p.rows, div_up(p.rows, most)), kRowBlockUnit) * kRowBlockUnit;

@@ -22,22 +22,22 @@ struct Product {
   int out_dtype;
   int64_t rows;
 
-  int digits() const { return w.integer() ? w.digits : 1; }
 };
 
-// sums: [rows * digits][64].
+// sums: [rows * sums_of_row][64].
 template <class T>
 inline void deliver(const Product& p, int64_t row, int64_t rows, int64_t panel, const float* sums) {
   int64_t column = panel * kPanel, left = p.w.n - column;
   int64_t columns = left < kPanel ? left : kPanel;
+  const int64_t each = sums_of_row(p.w);
   bool scaled = p.w.scales && !p.w.grouped();
   auto scales = static_cast<const float*>(p.w.scales) + column;
   for (int64_t r = 0; r < rows; r++) {
     T* to = static_cast<T*>(p.out) + (row + r) * p.ldo + column;
-    const float* from = sums + r * p.digits() * kPanel;
+    const float* from = sums + r * each * kPanel;
     for_lanes(columns, [&](int64_t c, int n) {
       vf y = load(from + c);
-      if (p.digits() == 2) y += load(from + kPanel + c);
+      if (each == 2) y += load(from + kPanel + c);
       vf base = p.bias ? load_n(p.bias + column + c, n) : vf{};
       store_n(to + c, scaled ? fused(y, load(scales + c), base) : y + base, n);
     });

@@ -96,28 +96,6 @@ inline vi pair_dot(vi sum, vu pairs, uint32_t pair) {
 #endif
 }
 
-// Four numbers of 16 bits, as wide.h has them: the even ones, then the odd ones.
-struct WideQuad {
-  vi even, odd;
-};
-inline WideQuad load_wide_quad(const int8_t* p) {
-  return {splat_int(load_raw<int32_t>(p)), splat_int(load_raw<int32_t>(p + 4))};
-}
-// Their products with the codes of a quad.
-inline vi quad_dot(vi sum, vu codes, WideQuad quad) {
-  vu even = codes & 0x00ff00ffu, odd = codes >> 8 & 0x00ff00ffu;
-#if defined(__AVX512F__)
-  return sum + (vi)_mm512_madd_epi16((__m512i)even, (__m512i)quad.even) +
-         (vi)_mm512_madd_epi16((__m512i)odd, (__m512i)quad.odd);
-#elif defined(__AVX2__)
-  return sum + (vi)_mm256_madd_epi16((__m256i)even, (__m256i)quad.even) +
-         (vi)_mm256_madd_epi16((__m256i)odd, (__m256i)quad.odd);
-#else
-  sum += (vi)(even & 0xffffu) * (quad.even << 16 >> 16) + (vi)(even >> 16) * (quad.even >> 16);
-  return sum + (vi)(odd & 0xffffu) * (quad.odd << 16 >> 16) + (vi)(odd >> 16) * (quad.odd >> 16);
-#endif
-}
-
 #if !defined(__AVX512VNNI__)
 inline auto hold_quad(const int8_t* p) { return load_quad(p); }
 #endif

@@ -86,8 +86,8 @@ class Scales {
   int64_t at_, next_;
 };
 
-// How codes are stored: quads, nibbles, or nibbles that index a table.
-enum Lying : int { kQuads, kNibbles, kLookedUp };
+// How codes are stored: quads, nibbles, nibbles that index a table, or numbers of 16 bits (wide.h).
+enum Lying : int { kQuads, kNibbles, kLookedUp, kWidened };
 
 // The unsigned codes of nibbles, one to a byte.
 class Lookup {

@@ -32,7 +32,7 @@ struct Inputs {
 
 // Rows of sums that `rows` rows need.
 inline int64_t room(const Weight& w, int64_t rows) {
-  return w.integer() ? rows * w.digits + kRowTile : rows;
+  return w.integer() ? rows * digits_of(w) + kRowTile : rows;
 }
 
 // A panel that is read from memory sequentially; during its last pairs, the next data is
@@ -71,15 +71,15 @@ inline void float_sums(const PanelOf& p, const float* x, int64_t ldx, int64_t ro
   }
 }
 
-// to[rows][64] = from[rows * digits][64], digits added, the scales of columns applied. `from` may
+// to[rows][64] = from[rows * sums_of_row][64], digits added, the scales of columns applied. `from` may
 // be `to` or come after it.
 inline void fold_sums(const PanelOf& p, int64_t rows, const float* from, float* to) {
-  int64_t digits = p.w.integer() ? p.w.digits : 1;
+  const int64_t each = sums_of_row(p.w);
   auto scales = static_cast<const float*>(p.w.scales) + p.panel * kPanel;
-  for (int64_t r = 0; r < rows; r++, from += digits * kPanel, to += kPanel)
+  for (int64_t r = 0; r < rows; r++, from += each * kPanel, to += kPanel)
     for (int c = 0; c < p.width(); c += kLanes) {
       vf y = load(from + c);
-      if (digits == 2) y += load(from + kPanel + c);
+      if (each == 2) y += load(from + kPanel + c);
       store(to + c, p.w.grouped() ? y : y * load(scales + c));
     }
 }
@@ -93,8 +93,9 @@ inline void coded_sums(const PanelOf& p, const Inputs& in, int64_t rows, float* 
     return fold_sums(p, rows, sums, sums);
   }
   // Tiles of rows are not split: rows of the first tile before these are multiplied as well.
-  int64_t first = in.place * p.w.digits, before = first % kRowTile;
-  integer_sums(p.w, p.panel, *in.integers, first - before, before + rows * p.w.digits, sums);
+  const int64_t digits = digits_of(p.w);
+  int64_t first = in.place * digits, before = first % kRowTile;
+  integer_sums(p.w, p.panel, *in.integers, first - before, before + rows * digits, sums);
   fold_sums(p, rows, sums + before * kPanel, sums);
 }
 
