@@ -24,7 +24,17 @@ inline void add_pairs(vi& sum, __m256i a, __m256i b) {
       : [a] "x"(a), [b] "x"(b));
 }
 
-// The same for two sums and the pair at `x`, with two registers beside sums and operands.
+// The same for unsigned bytes times signed ones, in 16 bits.
+inline void add_bytes(__m256i& sum, __m256i codes, __m256i bytes) {
+  __m256i product;
+  __asm__(
+      "vpmaddubsw %[bytes], %[codes], %[product]\n\t"
+      "vpaddw %[product], %[sum], %[sum]"
+      : [sum] "+x"(sum), [product] "=&x"(product)
+      : [codes] "x"(codes), [bytes] "x"(bytes));
+}
+
+// The first for two sums and the pair at `x`, with two registers beside sums and operands.
 inline void add_pairs(vi& first, vi& second, __m256i a, __m256i b, const void* x) {
   struct Pair {
     char bytes[4];

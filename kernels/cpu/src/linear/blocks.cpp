@@ -419,7 +419,7 @@ inline void tiled_blocks(const SpreadBlocks& b, const Activations& a, int64_t ro
   alignas(64) int32_t dots[Type::kGroups * kIntegerRows * columns];
   for (int g = 0; g < Type::kGroups; g++) {
     QuadTiles q{a.at(row, step * kBlock + g * Type::kGroup), Activations::kBlockStride,
-                a.blocks * Activations::kBlockStride, b.codes + Digits::place(g * Type::kGroup / 4, column), kPanel,
+                a.blocks * Activations::kBlockStride, b.codes + Form::place(g * Type::kGroup / 4, column), kPanel,
                  Type::kGroup, 1, false};
     amx_quads<Vectors, false>(q, rows, dots + g * kIntegerRows * columns);
   }

@@ -78,6 +78,37 @@ inline void wide_rows(int rows, const Slice& s, const Activations& a, int64_t ro
   }
 }
 
+// One row of one digit times a panel of nibbles, whose runs are multiples of kByteRun.
+[[gnu::noinline]] void nibbles_row(const Slice& s, const Activations& a, int64_t row, float* sums) {
+  constexpr int vectors = kPanel / kLanes;
+  const Weight& w = s.w;
+  const int64_t length = w.run();
+  const int32_t* totals = a.sums + row * a.runs;
+  const uint32_t* b = s.codes;
+  auto x = static_cast<int8_t*>(scratch(kDecoded, s.end));
+  narrow_digits(a.at(row, 0), s.end, x);
+  Scales<vectors> group(s, 0);
+  for (int64_t k = 0; k < s.end;) {
+    vf part[vectors] = {};
+    const int64_t step = k / kStep;
+    for (int64_t stop = s.step_end(k), end; k < stop; totals++) {
+      end = k + length < stop ? k + length : stop;
+      vi c[vectors];
+      for (int v = 0; v < vectors; v++) c[v] = splat_int(-w.centre() * totals[0]);
+      for (; k < end; k += kByteRun, x += kByteRun, b += kByteRun / 8 * kPanel)
+        add_nibbles(x, b, c);
+      if (s.grouped) group.load();
+      const float total = float(totals[0]);
+      for (int v = 0; v < vectors; v++)
+        part[v] = add_run(part[v], c[v], group.scale[v], w.zeros, group.zero[v], total);
+    }
+    for (int v = 0; v < vectors; v++) {
+      float* to = sums + v * kLanes;
+      store(to, fused(part[v], a.scales[row * a.steps + step], load(to)));
+    }
+  }
+}
+
 template <Lying Kind>
 inline void wide_slice(int rows, const Slice& s, const Activations& a, int64_t row, float* sums) {
   const int width = s.w.width(s.panel);
@@ -115,9 +146,12 @@ void wide_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row
   const int64_t last = w.runs_end(), rows = digits / 2;
   with_codes(w, [&](auto lying) {
     constexpr Lying Kind = lying;
-    if (rows == 1)
-      return wide_slice<Kind>(1, {w, panel, 0, last, codes, nibbles, false, true, nullptr}, a, row,
-                              sums);
+    if (rows == 1) {
+      const Slice all{w, panel, 0, last, codes, nibbles, false, true, nullptr};
+      if (Kind == kNibbles && w.digits == 1 && width == kPanel && w.run() % kByteRun == 0)
+        return nibbles_row(all, a, row, sums);
+      return wide_slice<Kind>(1, all, a, row, sums);
+    }
     const Lookup code_of(w.table);
     const int size = int(div_up(rows, div_up(rows, kWideRows)));  // of blocks of rows
     auto squares = static_cast<uint32_t*>(scratch(kDecoded, 4 * kPanel / kSquareColumns * kSquare));

@@ -65,6 +65,43 @@ template <Lying Kind, int Rows>
   wide_pair<Kind>(x, stride, b, code_of, 3, c);
 }
 
+// One row of one digit and plain nibbles: their products fit in 16 bits, eight of them, so both
+// nibbles of a lane are multiplied in place. k that are summed in 16 bits:
+constexpr int64_t kByteRun = 32;
+
+// A row's digits, of each quad in the order of its bytes; ks: a multiple of 16.
+inline void narrow_digits(const int8_t* x, int64_t ks, int8_t* to) {
+  const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+  for (int64_t k = 0; k < ks; k += 16) {
+    const auto first = load_raw<__m128i>(x + 2 * k), second = load_raw<__m128i>(x + 2 * k + 16);
+    store_raw(to + k, _mm_shuffle_epi8(_mm_packs_epi16(first, second), order));
+  }
+}
+
+// c += kByteRun of a row of narrow_digits times a panel.
+inline void add_nibbles(const int8_t* x, const uint32_t* b, vi (&c)[kPanel / kLanes]) {
+  constexpr int vectors = kPanel / kLanes;
+  const __m256i mask = _mm256_set1_epi8(15);
+  __m256i sums[vectors] = {};
+#pragma GCC unroll 4
+  for (int line = 0; line < kByteRun / 8; line++, b += kPanel, x += 8) {
+    const __m256i first = load_pairs(x), second = load_pairs(x + 4);
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) {
+      if (v % 2 == 0) {
+        __builtin_prefetch(b + v * kLanes + kQuadsFar, 0, 2);
+        __builtin_prefetch(b + v * kLanes + kQuadsNear);
+      }
+      const auto codes = load_raw<__m256i>(b + v * kLanes);
+      add_bytes(sums[v], _mm256_and_si256(codes, mask), first);
+      add_bytes(sums[v], _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask), second);
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < vectors; v++)
+    c[v] += (vi)_mm256_madd_epi16(sums[v], _mm256_set1_epi16(1));
+}
+
 // Lines of a panel of this width to squares, which are kSquare lanes apart.
 template <Lying Kind>
 inline void widen_lines(const uint32_t* from, int width, int64_t lines, const Lookup& code_of,
