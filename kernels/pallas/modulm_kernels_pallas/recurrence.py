@@ -21,11 +21,21 @@ from torch import Tensor
 from modulm.contracts.recording import Recordable
 from modulm.contracts.state import StatePlan
 from modulm_kernels_pallas.bridge import array_of, assign, tensor_of
-from modulm_kernels_pallas.scan import Body, Events, conv_body, delta_body, scan, selective_body
+from modulm_kernels_pallas.scan import (
+    Body,
+    Events,
+    channel_body,
+    conv_body,
+    delta_body,
+    scan,
+    selective_body,
+)
 from modulm_kernels_pallas.spread import kernel_use
 
 __all__ = ["ScanPlan", "causal_conv", "delta_rule", "selective_scan"]
 
+#: Channels of Mamba 1 that are one of a scan's heads, if they can be divided.
+_CHANNELS = 128
 #: A slot that no cache has; what is written there is dropped.
 _NOWHERE = np.iinfo(np.int32).max
 
@@ -204,8 +214,23 @@ def selective_scan(
     if size > 1 and a.shape[1] == 1:
         parts = drive, jnp.exp(dt[..., None] * a), b_wide, c_wide
         kernel = _Kernel(selective_body, parts, (), (heads, size, b_wide.shape[2]), size)
-    y = _scan(states, plan, advance, (drive, dt, b_wide, c_wide), kernel)
+    elif size == 1 and b.shape[1] == 1 and a.shape[1] == b_wide.shape[2]:
+        kernel = _channel_kernel(drive[..., 0], dt, a, b_wide, c_wide)
+    y = _scan(states, plan, advance, (drive, dt, b_wide, c_wide), kernel).reshape(inputs.shape)
     return tensor_of(y + array_of(skip)[:, None] * inputs)
+
+
+def _channel_kernel(
+    drive: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array
+) -> _Kernel:
+    """Return the kernel of Mamba 1: drive, dt: [tokens, channels]; a: [channels, size]."""
+    channels, size = a.shape
+    each = _CHANNELS if channels % _CHANNELS == 0 else channels
+    groups = channels // each
+    split = (x.reshape(len(x), groups, each) for x in (drive, dt))
+    shared = (x[:, :groups] for x in (b, c))
+    rates = a.reshape(groups, each, size)
+    return _Kernel(channel_body, (*split, *shared), (rates,), (groups, each, size), each)
 
 
 def delta_rule(

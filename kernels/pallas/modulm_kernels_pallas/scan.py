@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-__all__ = ["Events", "conv_body", "delta_body", "scan", "selective_body"]
+__all__ = ["Events", "channel_body", "conv_body", "delta_body", "scan", "selective_body"]
 
 #: Heads of a program, if they can be divided.
 _HEADS = 8
@@ -114,6 +114,24 @@ def selective_body(states: Any, inputs: Sequence[Any], _: Sequence[Any]) -> tupl
     for head in range(len(states)):
         own = slice(head, head + 1)
         state = states[head] * decay[own] + _product(drive[own], b[own], 0, 0)
+        after.append(state[None])
+        outputs.append(_product(c[own], state, 1, 1))
+    return jnp.concatenate(after), jnp.concatenate(outputs)
+
+
+def channel_body(states: Any, inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, Any]:
+    """Mamba 1, whose channels have decays for each number: "heads" are groups of channels.
+
+    states: [groups, channels, size]; inputs: dt x and dt [groups, channels], b and c [groups,
+    size]; constants: A [groups, channels, size].
+    """
+    drive, rate, b, c = inputs
+    after, outputs = [], []
+    for group in range(len(states)):
+        own = slice(group, group + 1)
+        # A product with ones moves channels from lanes to sublanes.
+        decay = jnp.exp(_product(rate[own], jnp.ones_like(b[own]), 0, 0) * constants[0][group])
+        state = states[group] * decay + _product(drive[own], b[own], 0, 0)
         after.append(state[None])
         outputs.append(_product(c[own], state, 1, 1))
     return jnp.concatenate(after), jnp.concatenate(outputs)

@@ -30,6 +30,7 @@ FILES = (
     "linear",
     "moe_route",
     "rms_norm",
+    "rms_norm_rounded",
     "rotary",
     "sampling",
     "selective_scan",

@@ -21,6 +21,7 @@ from attrs import frozen
 
 import modulm_kernels_triton
 from modulm_kernels_triton import device
+from modulm_kernels_triton.cache import LATENT_BYTES
 from modulm_kernels_triton.kept import folder, keep_compiled
 from modulm_kernels_triton.launch import compiling_only
 from modulm_kernels_triton.tuning import tuned
@@ -33,7 +34,8 @@ _WAVES = {"cuda": 32, "xpu": 32, "hip": 64}
 @frozen
 class Sizes:
     """A model's sizes; `latent` and `turned` are those of latent attention, 0 without. picks:
-    tokens that an indexer of `index_heads` heads selects, 0 without.
+    tokens that an indexer of `index_heads` heads selects, 0 without. kept: the cache's format, if
+    its dtype does not tell it.
     """
 
     hidden: int
@@ -51,6 +53,17 @@ class Sizes:
     picks: int = 0
     index_heads: int = 0
     index_size: int = 0
+    kept: str = ""
+
+    def form(self) -> Any:
+        """Return the cache's form."""
+        from modulm_kernels_triton import paged
+
+        values = self.latent or self.head_dim
+        return paged.CacheForm(
+            self.kv_heads, self.block_size, self.head_dim, values, self.kv_dtype,
+            bool(self.latent), self.kept,
+        )  # fmt: skip
 
     @classmethod
     def of(cls, config: Mapping[str, Any], kv_dtype: str | None = None) -> Sizes:
@@ -67,7 +80,7 @@ class Sizes:
             1 if latent else text.get("num_key_value_heads") or heads,
             latent + turned if latent else text.get("head_dim") or hidden // heads,
             getattr(torch, stored),
-            getattr(torch, kv_dtype or stored),
+            torch.uint8 if kv_dtype in LATENT_BYTES else getattr(torch, kv_dtype or stored),
             normed=str(text.get("model_type", "")).startswith("qwen3"),
             window=text.get("sliding_window") or 0 if text.get("use_sliding_window", True) else 0,
             latent=latent,
@@ -75,6 +88,7 @@ class Sizes:
             picks=text.get("index_topk") or 0,
             index_heads=text.get("index_n_heads") or 0,
             index_size=text.get("index_head_dim") or 0,
+            kept=kv_dtype if kv_dtype in LATENT_BYTES else "",
         )
 
 
@@ -93,11 +107,7 @@ def attention(sizes: Sizes) -> None:
     from modulm_kernels_triton import paged
 
     tokens = paged.FEW + 2
-    values = sizes.latent or sizes.head_dim
-    form = paged.CacheForm(
-        sizes.kv_heads, sizes.block_size, sizes.head_dim, values, sizes.kv_dtype,
-        bool(sizes.latent),
-    )  # fmt: skip
+    values, form = sizes.latent or sizes.head_dim, sizes.form()
     cache = torch.zeros(form.shape(2), dtype=sizes.kv_dtype)
     slots, positions = torch.arange(tokens), torch.arange(tokens)
     if sizes.latent:
@@ -131,18 +141,19 @@ def selection(sizes: Sizes) -> None:
     def zeros(heads: int, size: int) -> torch.Tensor:
         return torch.zeros(tokens, heads, size, dtype=sizes.dtype)
 
+    index_dtype = sizes.dtype if sizes.kept else sizes.kv_dtype
     blocks = -(-2 * sizes.picks // sizes.block_size)
     numbers = [[[0] * blocks] * 2, [0] + [1] * (tokens - 1), range(tokens), [0], range(1, tokens)]
     work = paged.SparseWork(*(torch.tensor(each, dtype=torch.int32) for each in numbers))
     form = paged.CacheForm(
-        1, sizes.block_size, sizes.index_size, sizes.index_size, sizes.kv_dtype, True
+        1, sizes.block_size, sizes.index_size, sizes.index_size, index_dtype, True
     )
-    cache = torch.zeros(form.shape(1), dtype=sizes.kv_dtype)
+    cache = torch.zeros(form.shape(1), dtype=index_dtype)
     out = torch.zeros(tokens, 1, sizes.picks, dtype=torch.int32)
     weights = torch.zeros(tokens, sizes.index_heads)
     q = zeros(sizes.index_heads, sizes.index_size)
     paged.pick_tokens(q, cache, form, work, 1.0, weights, out)
-    form = paged.CacheForm(1, sizes.block_size, sizes.head_dim, sizes.latent, sizes.kv_dtype, True)
+    form = sizes.form()
     cache = torch.zeros(form.shape(1), dtype=sizes.kv_dtype)
     q, result = zeros(sizes.heads, sizes.head_dim), zeros(sizes.heads, sizes.latent)
     paged.selected_attention(q, cache, form, work, 1.0, out, result)
@@ -220,7 +231,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m modulm_kernels_triton.ahead")
     parser.add_argument("config", type=Path, help="a model's config.json")
     parser.add_argument("--target", default="cuda:90", help="backend:architecture")
-    parser.add_argument("--kv-cache-dtype", help="torch dtype of the cache; default: the model's")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        help="torch dtype of the cache, or fp8_ds_mla or nvfp4_ds_mla; default: the model's",
+    )
     parser.add_argument(
         "--also",
         nargs="*",

@@ -12,9 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from modulm_kernels_triton.kept_latents import FP8_LATENT, latent_of_token, rotated_of_token
 from modulm_kernels_triton.narrow_floats import e2m1_of_pairs, e4m3_of_bytes
 
-__all__ = ["part_of_token", "reach", "store_result", "walk"]
+__all__ = ["keys_of_token", "part_of_token", "reach", "store_result", "walk"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 #: Codes of formats (cache.py): from one on, tokens have scales; from the other on, blocks do.
@@ -113,12 +114,16 @@ def _nvfp4_of_token(
 
 
 @triton.jit
-def _keys(
+def keys_of_token(
     base, rows, inside, dtype: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr,
     PAD: tl.constexpr, MASKED: tl.constexpr, SHAPE: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """Return [TILE, PAD]: numbers of keys from FROM on, in any format."""
-    if CODE >= NVFP4:
+    if CODE >= FP8_LATENT and FROM == 0:
+        numbers = latent_of_token(base, rows, inside, dtype, SHAPE[0], CODE)
+    elif CODE >= FP8_LATENT:
+        numbers = rotated_of_token(base, rows, inside, dtype, CODE)
+    elif CODE >= NVFP4:
         numbers = _nvfp4_of_token(
             base, rows, inside, dtype, 0, SHAPE[1] + SHAPE[3], FROM, SIZE, PAD, SHAPE[0]
         )
@@ -148,10 +153,12 @@ def walk(
         inside = (at >= low) & (at < high)
         block = tl.load(table + at // BLOCK_SIZE, inside, other=0).to(tl.int64) * block_stride
         rows = block + at % BLOCK_SIZE * FORM[1]
-        ka = _keys(cache, rows, inside, dtype, 0, SHAPE[1], SHAPE[2], MASKED, SHAPE, FORM[2])
+        ka = keys_of_token(
+            cache, rows, inside, dtype, 0, SHAPE[1], SHAPE[2], MASKED, SHAPE, FORM[2]
+        )
         scores = tl.dot(qa, tl.trans(ka), input_precision=FORM[3])
         if SHAPE[3] > 0:
-            kb = _keys(
+            kb = keys_of_token(
                 cache, rows, inside, dtype, SHAPE[1], SHAPE[3], SHAPE[4], MASKED, SHAPE, FORM[2]
             )
             scores = tl.dot(qb, tl.trans(kb), scores, input_precision=FORM[3])

@@ -4,7 +4,7 @@ A cache is a tensor [blocks, kv heads, numbers of a block and head]. A block and
 tokens consecutively, each a key followed by its value; in a latent cache, a token is one vector
 whose first entries are the value. In int8, and in e4m3 with scales, two fp32 scales per token, for
 key and value, follow the tokens. In NVFP4, a key is pairs of e2m1 codes, then its scales, and so is
-a value.
+a value. The formats of latents have sizes of their own (kept_latents.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-__all__ = ["CODES", "KEPT", "CacheForm"]
+__all__ = ["CODES", "KEPT", "LATENT_BYTES", "CacheForm"]
 
 #: Number formats of a cache and their codes in the kernels: the layer's or wider floats, then
 #: formats that need conversion.
@@ -26,8 +26,12 @@ KEPT = {
     torch.int8: 3,
 }
 #: Codes of formats whose dtype does not tell them: e4m3 with a scale per token and head, and NVFP4
-#: with a scale per 16 numbers (the largest over 6, or the better of two).
-CODES = {"fp8_per_token_head": 4, "nvfp4": 5, "nvfp4_4over6": 6}
+#: with a scale per 16 numbers (the largest over 6, or the better of two), and FlashMLA's latents.
+CODES = {
+    "fp8_per_token_head": 4, "nvfp4": 5, "nvfp4_4over6": 6, "fp8_ds_mla": 7, "nvfp4_ds_mla": 8,
+}  # fmt: skip
+#: Bytes of a latent of 512 with a rotated part of 64.
+LATENT_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 _SCALED_E4M3 = 4
 #: Numbers of NVFP4 that take as many bytes, with their scales.
 _NUMBERS, _BYTES = 16, 9
@@ -63,6 +67,8 @@ class CacheForm:
     @property
     def token(self) -> int:
         """Numbers per token."""
+        if self.name in LATENT_BYTES:
+            return LATENT_BYTES[self.name]
         return self._sized(self.head_dim) + self._sized(0 if self.latent else self.value_dim)
 
     @property

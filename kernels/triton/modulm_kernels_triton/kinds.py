@@ -79,6 +79,10 @@ def low_precision(shape: Shape) -> None:
     ops = modulm_kernels_triton.ops()
     size = (shape.intermediate, shape.hidden)
     inner, top_k = 256, 2
+    rows = torch.zeros(2, shape.hidden, dtype=shape.dtype)
+    for form in ("int8", "fp8", "fp8_token", "fp8_static"):
+        scale = torch.ones(()) if form == "fp8_static" else None
+        ops["rms_norm_rounded"](rows, rows.clone(), rows[0], 1e-6, form, scale)
     for activations, form, group in _SCALED:
         kind = torch.float8_e4m3fn if form == "fp8" else torch.uint8
         scales = torch.ones(size[0], size[1] // group if group else 1)

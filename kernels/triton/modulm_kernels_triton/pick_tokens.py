@@ -40,8 +40,8 @@ class SparseWork:
 
 @triton.jit(do_not_specialize=["table_row", "first"])
 def _score(
-    q, cache, table, rows, positions, weights, scores, first, scale, q_token, q_head, table_row,
-    block_stride, stride, heads, picks,
+    q, cache, key_scales, table, rows, positions, weights, scores, first, scale, q_token, q_head,
+    table_row, block_stride, scales_at, stride, heads, picks,
     SIZE: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     TILE: tl.constexpr, RUN: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -70,6 +70,9 @@ def _score(
             w = tl.load(weights + token.to(tl.int64) * heads + h, h < heads, other=0.0)
             products = tl.dot(queries, k, input_precision=FORM[2]) * scale
             total += tl.sum(tl.maximum(products, 0.0) * w[:, None], 0)
+        if FORM[3]:  # a key's scale is positive
+            scale_at = key_scales + (block + scales_at) // 4 + at % FORM[0] * 2
+            total *= tl.load(scale_at, inside, other=0.0)
         tl.store(to + at, total, inside)
 
 
@@ -153,15 +156,17 @@ def pick_tokens(
     some = max(1, _SCORES // max(stride, 1))
     scores = head_weights.new_empty(min(some, tokens) * stride)
     precision = "ieee" if q.dtype.itemsize == 4 else narrow_precision()
+    key_scales = form.scales(cache)
     for first in range(0, tokens, some):
         here = min(some, tokens - first)
         if stride:
             launch(
-                _score, (here, cut(longest, run)), q, form.readable(cache), work.block_tables,
-                work.rows, work.positions, head_weights, scores, first, scale, q.stride(0),
-                q.stride(1), work.block_tables.stride(0), form.block, stride, heads, picks,
+                _score, (here, cut(longest, run)), q, form.readable(cache),
+                q if key_scales is None else key_scales, work.block_tables, work.rows,
+                work.positions, head_weights, scores, first, scale, q.stride(0), q.stride(1),
+                work.block_tables.stride(0), form.block, form.scales_at, stride, heads, picks,
                 SIZE=size, PAD=max(16, power_of_two(size)), HEADS=width,
-                FORM=(form.block_size, form.token, precision), **constants,
+                FORM=(form.block_size, form.token, precision, form.has_scales), **constants,
             )  # fmt: skip
         launch(
             _select, (here,), scores, work.positions, out, first, stride, PICKS=picks, **selecting

@@ -16,12 +16,12 @@ from modulm_kernels_triton.kept_numbers import bytes_of_float8
 from modulm_kernels_triton.launch import cut, launch
 from modulm_kernels_triton.narrow_floats import codes_of_e2m1, e4m3_of_bytes
 
-__all__ = ["RoundedRows", "round_rows"]
+__all__ = ["EACH", "KEPT", "LARGEST", "RoundedRows", "nearest_numbers", "round_rows"]
 
 #: Numbers that share a scale, dtype, and largest number of formats with fp32 scales.
-_EACH = {"int8": 256, "fp8": 128}
-_KEPT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
+EACH = {"int8": 256, "fp8": 128}
+KEPT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+LARGEST = {"int8": 127.0, "fp8": 448.0}
 #: What a row's largest number is divided by to get the row's own factor.
 _OVER = {"fp8_token": 448.0, "nvfp4": 6.0 * 448.0}
 #: Least magnitude whose exponent is kept.
@@ -55,6 +55,20 @@ def _nearest(x, large):
 
 
 @triton.jit
+def nearest_numbers(wide, LARGEST: tl.constexpr, WHOLE: tl.constexpr):
+    """Return the nearest integers (WHOLE) or e4m3 numbers, up to LARGEST, as fp32."""
+    wide = tl.minimum(tl.maximum(wide, -LARGEST), LARGEST)
+    if WHOLE:
+        wide = _nearest(wide, 12582912.0)
+    else:
+        bits = wide.to(tl.int32, bitcast=True)
+        rounded_bits = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20
+        normal = rounded_bits.to(tl.float32, bitcast=True)
+        wide = tl.where(tl.abs(wide) < 0.015625, _nearest(wide, 24576.0), normal)
+    return wide
+
+
+@triton.jit
 def _round(
     x, x_row, out, scales, scale_row, size,
     LARGEST: tl.constexpr, WHOLE: tl.constexpr, GIVEN: tl.constexpr, EACH: tl.constexpr,
@@ -68,15 +82,7 @@ def _round(
         scale = tl.load(scales + row * scale_row)
     else:
         scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12) / LARGEST
-    wide = wide / scale
-    wide = tl.minimum(tl.maximum(wide, -LARGEST), LARGEST)
-    if WHOLE:
-        wide = _nearest(wide, 12582912.0)
-    else:
-        bits = wide.to(tl.int32, bitcast=True)
-        rounded_bits = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20
-        normal = rounded_bits.to(tl.float32, bitcast=True)
-        wide = tl.where(tl.abs(wide) < 0.015625, _nearest(wide, 24576.0), normal)
+    wide = nearest_numbers(wide / scale, LARGEST, WHOLE)
     tl.store(out + row * size + at, wide.to(out.dtype.element_ty), inside)
     if not GIVEN:
         tl.store(scales + row * scale_row + group, scale)
@@ -133,15 +139,20 @@ def _round_blocks(
 def round_rows(x: Tensor, to: str, scale: Tensor | None = None) -> RoundedRows:
     """Quantize x [T, K] with dense rows to a format of `modulm_quantized.ACTIVATION_FORMATS`.
 
-    "" leaves x as it is. scale: one fp32 number, the static scale of "fp8_static".
+    "" leaves x as it is. scale: one fp32 number, the static scale of "fp8_static". What
+    `rms_norm_rounded` has quantized is not quantized again.
     """
     if not to:
         return RoundedRows(x, x)
+    form, given_scale, by_norm = getattr(x, "rounded", ("", None, None))
+    if form == to and given_scale is scale:
+        done: RoundedRows = by_norm
+        return done
     if to in ("mxfp8", "mxfp4", "nvfp4"):
         return _round_scaled(x, to)
     rows, size = x.shape
     kind = to.partition("_")[0]
-    given, each = kind != to, _EACH[kind]
+    given, each = kind != to, EACH[kind]
     if scale is not None:
         scales = scale.reshape(1)
     else:
@@ -149,12 +160,12 @@ def round_rows(x: Tensor, to: str, scale: Tensor | None = None) -> RoundedRows:
         scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
         if given:
             _put_largest(x, scales, to)
-    out = torch.empty(rows, size, dtype=_KEPT[kind], device=x.device)
+    out = torch.empty(rows, size, dtype=KEPT[kind], device=x.device)
     block = _BLOCK if given else each
     launch(
         _round, (rows, cut(size, block)), x, x.stride(0), out, scales,
         scales.stride(0) if scales.dim() == 2 else 0, size,
-        LARGEST=_LARGEST[kind], WHOLE=kind == "int8", GIVEN=given, EACH=block,
+        LARGEST=LARGEST[kind], WHOLE=kind == "int8", GIVEN=given, EACH=block,
     )  # fmt: skip
     return RoundedRows(out, scales)
 

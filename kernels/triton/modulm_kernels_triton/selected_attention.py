@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modulm_kernels_triton.attention import LOG2E, part_of_token, store_result
+from modulm_kernels_triton.attention import LOG2E, keys_of_token, store_result
 from modulm_kernels_triton.cache import CacheForm
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.paged_attention import merge_pieces, queries, shape_of
@@ -66,10 +66,12 @@ def _selected(
         at = tl.where(seen, at, 0)
         block = tl.load(row_table + at // FORM[0], seen, other=0).to(tl.int64) * block_stride
         where = block + at % FORM[0] * FORM[1]
-        ka = part_of_token(cache, where, seen, dtype, 0, SHAPE[1], SHAPE[2], True)
+        ka = keys_of_token(cache, where, seen, dtype, 0, SHAPE[1], SHAPE[2], True, SHAPE, FORM[2])
         scores = tl.dot(qa, tl.trans(ka), input_precision=FORM[3])
         if SHAPE[3] > 0:
-            kb = part_of_token(cache, where, seen, dtype, SHAPE[1], SHAPE[3], SHAPE[4], True)
+            kb = keys_of_token(
+                cache, where, seen, dtype, SHAPE[1], SHAPE[3], SHAPE[4], True, SHAPE, FORM[2]
+            )
             scores = tl.dot(qb, tl.trans(kb), scores, input_precision=FORM[3])
         scores = tl.where(seen[None, :], scores * scale, float("-inf"))
         top = tl.maximum(most, tl.max(scores, 1))

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modulm_kernels_triton.cache import CacheForm
+from modulm_kernels_triton.cache import LATENT_BYTES, CacheForm
 from modulm_kernels_triton.kept_blocks import NVFP4, keep_blocks
+from modulm_kernels_triton.kept_latents import write_latents
 from modulm_kernels_triton.kept_numbers import keep
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.tuning import tuned
@@ -70,6 +71,9 @@ def write_kv(
     k_scale, v_scale: [1] or [kv heads] fp32, divisors of keys and values, both or none. The value
     of a latent cache is ignored.
     """
+    if form.name in LATENT_BYTES:
+        write_latents(k, cache, form, slots)
+        return
     values = 0 if form.latent else form.value_dim
     pad, pad_values = power_of_two(form.head_dim), power_of_two(max(values, 1))
     constants = dict(tuned("write_kv", SIZE=pad))

@@ -178,6 +178,10 @@ class PreNormLayer(Module):
         x, residual = self.mlp_norm.add(self.attn(x, batch), residual)
         return self.mlp(x), residual
 
+    def norm_readers(self) -> tuple[tuple[Norm, tuple[Module, ...]], ...]:
+        """Return each norm with the modules that read its result."""
+        return (self.attn_norm, (self.attn,)), (self.mlp_norm, (self.mlp,))
+
     def sampled(
         self, x: Tensor, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
@@ -235,6 +239,12 @@ class ParallelLayer(Module):
         x, stream = self.norm.add(x, residual)
         inner = x if self.mlp_norm is None else self.mlp_norm(stream)
         return self.norm.ops.add(self.attn(x, batch), self.mlp(inner)), stream
+
+    def norm_readers(self) -> tuple[tuple[Norm, tuple[Module, ...]], ...]:
+        """Return each norm with the modules that read its result."""
+        if self.mlp_norm is None:
+            return ((self.norm, (self.attn, self.mlp)),)
+        return (self.norm, (self.attn,)), (self.mlp_norm, (self.mlp,))
 
 
 def _layer(make: Any, config: Any, index: int, b: Builder) -> object:

@@ -18,6 +18,7 @@ from modulm_quantized.codes import CodedExperts, Codes
 from modulm_quantized.experts import pack_stack
 from modulm_quantized.fitting import Fitted, for_kernels
 from modulm_quantized.flags import LowPrecisionFlags
+from modulm_quantized.norms import FUSED, fuses
 from modulm_quantized.published import Covers, native_lists
 from modulm_quantized.stored import StoredAs
 
@@ -89,7 +90,8 @@ class CodedMethod(QuantizationMethod):
         """Return the format that a layer's inputs are quantized to: the designed one, or "bf16".
 
         `linear` and `fused_experts` quantize on the fly, with scales of their own unless the format
-        is static. Methods whose settings name a format return that.
+        is static, or the norm before them has done so (norms.py). Methods whose settings name a
+        format return that.
         """
         name = self.designed_activations(spec)
         return name if self.in_16_bits(spec, name) is None else "bf16"
@@ -131,7 +133,9 @@ class CodedMethod(QuantizationMethod):
             return text
         reason = self.in_16_bits(spec, name)
         if reason is None:
-            return f"{text}; inputs quantized to {ACTIVATION_FORMATS[name]}"
+            before = name in FUSED and spec._input_shard is None and fuses(self.ops)
+            by = ", by the norm before if there is one" if before else ""
+            return f"{text}; inputs quantized to {ACTIVATION_FORMATS[name]}{by}"
         return f"{text}; products in 16 bits: {reason}"
 
     def note_text(self, spec: LinearSpec, text: str, *, fits: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -48,6 +48,26 @@ class ModelSpeculator(Speculator):
         """
         return self.draft.run(batch)
 
+    def warm_up(
+        self, build_batch: Callable[[np.ndarray], Batch], zeros: Callable[..., Tensor]
+    ) -> None:
+        """Run the steps of `DraftModel.steps`, whose programs the device compiles.
+
+        build_batch: builds a batch in null blocks from the tokens of each row. zeros: allocates on
+        the device.
+        """
+        for counts in self.draft.steps:
+            batch = build_batch(counts)
+            for extras in self.example_inputs(len(batch.tokens), len(counts), zeros):
+                states = self.draft.run(evolve(batch, extras=extras))
+                self.draft.choose(states[torch.zeros(len(counts), dtype=torch.int64)])
+
+    def example_inputs(
+        self, tokens: int, rows: int, zeros: Callable[..., Tensor]
+    ) -> Sequence[Mapping[str, Tensor]]:
+        """Return all kinds of `Batch.extras` that a batch may have."""
+        return ({},)
+
     def follow(
         self, step: DraftStep, states: Tensor, ends: np.ndarray, first: int
     ) -> list[np.ndarray]:
@@ -66,11 +86,13 @@ class ModelSpeculator(Speculator):
             going = most[at] > ahead
             tokens = chosen[-1][1] if chosen else states
             if not going.all():
-                left = torch.from_numpy(going).to(states.device)
+                left = torch.from_numpy(going.nonzero()[0]).to(states.device)
                 at, states, tokens = at[going], states[left], tokens[left]
             if ahead:
                 runs = _singles(rows[at], ends[at] + first + ahead - 1)
-                states = self.run(evolve(step.build_batch(runs), tokens=tokens), states, ahead)
+                batch = step.build_batch(runs)
+                tokens = _lengthened(tokens, len(batch.tokens))
+                states = self.run(evolve(batch, tokens=tokens), states, ahead)[: len(at)]
             chosen.append((at, self.draft.choose(states)))
         for ahead, (at, tokens) in enumerate(chosen):
             drafts[at, ahead] = tokens.cpu().numpy()
@@ -94,15 +116,38 @@ class HiddenChain(ModelSpeculator):
             raise ValueError("the step has no hidden states")
         return step.hidden
 
+    def inputs(self, step: DraftStep) -> Mapping[str, Tensor]:
+        """Return the `Batch.extras` of the batch of the step's own tokens."""
+        return {HIDDEN: self.hidden(step)}
+
+    @property
+    def width(self) -> int:
+        """The size of the states that the head continues from."""
+        width: int = self.draft.model.config.hidden_size  # type: ignore[attr-defined]
+        return width
+
+    def example_inputs(
+        self, tokens: int, rows: int, zeros: Callable[..., Tensor]
+    ) -> Sequence[Mapping[str, Tensor]]:
+        dtype = getattr(torch, self.draft.loaded.dtype)
+        return ({HIDDEN: zeros((tokens, self.width), dtype)},)
+
     def run(self, batch: Batch, states: Tensor, ahead: int) -> Tensor:
-        return self.draft.run(evolve(batch, extras={HIDDEN: states}))
+        extras = {HIDDEN: _lengthened(states, len(batch.tokens))}
+        return self.draft.run(evolve(batch, extras=extras))
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         ran = step.ran
         tokens = np.append(ran.tokens[1:], 0)
         tokens[step.lasts] = step.following
         shifted = Runs(ran.rows, ran.starts, ran.counts, np.maximum(tokens, 0))
-        states = self.run(step.build_batch(shifted), self.hidden(step), 0)
+        batch, inputs = step.build_batch(shifted), self.inputs(step)
+        if HIDDEN in inputs:
+            states = self.run(batch, inputs[HIDDEN], 0)
+        else:
+            count = len(batch.tokens)
+            inputs = {name: _lengthened(part, count) for name, part in inputs.items()}
+            states = self.draft.run(evolve(batch, extras=inputs))
         if not any(step.most):
             return [np.zeros(0, dtype=np.int64)] * len(step.rows)
         indices = torch.from_numpy(np.asarray(step.accepted, dtype=np.int64)).to(states.device)
@@ -123,6 +168,14 @@ def allocated_tokens(table: np.ndarray, size: int) -> np.ndarray:
     used = table.shape[1] - (table[:, ::-1] != 0).argmax(axis=1)
     room: np.ndarray = np.where(table.any(axis=1), used, 0) * size
     return room
+
+
+def _lengthened(tensor: Tensor, length: int) -> Tensor:
+    """Append rows to a tensor of a batch that is padded."""
+    more = length - len(tensor)
+    if not more:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, more))
 
 
 def _singles(rows: np.ndarray, positions: np.ndarray) -> Runs:

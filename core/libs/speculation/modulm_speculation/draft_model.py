@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, ref
@@ -12,6 +12,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
+from modulm.contracts.kernels import RecordedForward
 from modulm.contracts.model import CacheSpec
 from modulm.errors import ConfigError, ModulmError, PluginNotFound, UnsupportedError
 from modulm.loading import Loaded, load_model, open_checkpoint
@@ -22,6 +23,7 @@ from modulm.plugins import manager
 from modulm_speculation.speculator import Options
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from modulm.contracts.checkpoint import Checkpoint
@@ -104,16 +106,21 @@ class DraftOptions(Options):
 class DraftModel:
     """A loaded draft model and its configuration.
 
-    mesh: the ranks that share it, those of the target. max_length: number of positions. targets:
-    [draft vocabulary] int64, offsets from draft token ids to the target's. Raises UnsupportedError
-    for models with recurrent states, which cannot be rolled back.
+    mesh: the ranks that share it, those of the target. padded: whether its steps are padded to few
+    sizes, since the device runs programs of fixed shapes. max_length: number of positions. targets:
+    [draft vocabulary] int64, offsets from draft token ids to the target's, if the model has any
+    (`d2t`). Raises UnsupportedError for models with recurrent states, which cannot be rolled back.
     """
 
-    def __init__(self, config: EngineConfig, loaded: Loaded, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, loaded: Loaded, mesh: Mesh | None = None,
+        padded: bool = False,
+    ) -> None:  # fmt: skip
         self.config, self.loaded, self.mesh = config, loaded, mesh or Mesh()
         self.model: Model = loaded.model
+        self.padded = padded
         self.max_length = loaded.max_model_len
-        self.targets: Tensor | None = None
+        self.targets: Tensor | None = getattr(loaded.model, "d2t", None)
         who = type(self.model).__name__
         if any(group.backend is None for group in loaded.groups):
             raise UnsupportedError(f"{who} has recurrent states, which draft models do not support")
@@ -140,6 +147,12 @@ class DraftModel:
         """Compute hidden states [tokens, hidden]; they are valid until the next call."""
         output = self._forward(batch)
         return output if isinstance(output, torch.Tensor) else output[0]
+
+    @property
+    def steps(self) -> Sequence[np.ndarray]:
+        """The steps to run at start, so that their programs are compiled: tokens of each row."""
+        forward = self._forward
+        return forward.steps if self.padded and isinstance(forward, RecordedForward) else ()
 
     def choose(self, hidden: Tensor) -> Tensor:
         """Return the most probable tokens: hidden [n, hidden] -> [n] int64."""
@@ -195,7 +208,8 @@ def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
             loaded = load_model(config, checkpoint, target.platform, plugins, target.mesh)
         finally:
             _forget_classes(config)
-        draft = DraftModel(config, loaded, target.mesh)
+        padded = target.platform.step_sizes(1, 1) is not None
+        draft = DraftModel(config, loaded, target.mesh, padded)
         set_draft(target, draft)
         return draft
     except ModulmError as error:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ class ModelRunner:
             vocabulary=loaded.vocabulary,
             max_model_len=sizing.max_model_len,
             notes=sizing.notes,
-            parts={name: value for name, part in self.parts.items() if (value := part.capacity())},
+            parts=self._values(),
             ranks=mesh.world.size,
         )
         self._block_sizes = [group.block_size for group in self.capacity.groups]
@@ -210,7 +210,7 @@ class ModelRunner:
         rows, lasts = plan.rows[sampling], ends[sampling] - 1
         drafts = None if plan.drafted is None else plan.drafted[sampling]
         places = lasts if drafts is None else _ranges(lasts - drafts, drafts + 1)
-        hidden, batch = self._hidden(plan, places)
+        hidden, batch = self._alone(plan) if self._invariant else self._together(plan, places)
         if not self._mesh.pipeline.last:
             return
         states = hidden
@@ -313,14 +313,11 @@ class ModelRunner:
             routed=None if spread is None else spread.report(),
         )
 
-    def _hidden(self, plan: Plan, sample: np.ndarray) -> tuple[torch.Tensor, Batch | None]:
-        """Compute hidden states [tokens, hidden]; also return the batch if it was a single one."""
-        if self._invariant:
-            return self._alone(plan), None
-        return self._together(plan, sample)
-
     def _together(self, plan: Plan, sample: np.ndarray) -> tuple[torch.Tensor, Batch | None]:
-        """Compute hidden states in one forward pass. sample: as in `BatchBuilder.build`."""
+        """Compute hidden states [tokens, hidden] in one forward pass; return the batch as well.
+
+        sample: as in `BatchBuilder.build`.
+        """
         forward = self._forward_of(plan)
         for watch in self.hooks.watch:
             forward = watch(forward, plan)
@@ -347,8 +344,8 @@ class ModelRunner:
         if self._sizes is not None:
             padding = self._sizes.padding(len(plan.rows), len(plan.tokens))
             counts = np.concatenate([plan.counts, np.array(padding, dtype=np.int32)])
-            samples, reach = self._sizes.sampled(len(sample)), self.capacity.max_model_len
-            return self.builder.padded(plan, sample, counts, samples=samples, reach=reach)
+            samples = self._sizes.sampled(len(sample))
+            return self.builder.padded(plan, sample, counts, samples=samples, reach=self._reach)
         if isinstance(forward, RecordedForward):
             return self.builder.padded(plan, sample, forward.padded(plan.counts))
         return plan, sample
@@ -392,7 +389,7 @@ class ModelRunner:
         stages.pass_on(carried)
         return carried[0]
 
-    def _alone(self, plan: Plan) -> torch.Tensor:
+    def _alone(self, plan: Plan) -> tuple[torch.Tensor, None]:
         """Compute hidden states in forward passes whose shapes depend only on one row."""
         passes = []
         for part in alone(plan, whole=self._whole):
@@ -400,7 +397,7 @@ class ModelRunner:
             passes.append([tensor.clone() for tensor in (hidden, *self._layers)])
         hidden, *layers = [torch.cat(states) for states in zip(*passes, strict=True)]
         self._layers = tuple(layers)
-        return hidden
+        return hidden, None
 
     def _logits(
         self, hidden: torch.Tensor, rows: np.ndarray | None, positions: np.ndarray | None
@@ -412,9 +409,7 @@ class ModelRunner:
         logits = []
         for index in range(len(hidden)):
             one = slice(index, index + 1)
-            self._focus(
-                None if rows is None else rows[one], None if positions is None else positions[one]
-            )
+            self._focus(*(None if each is None else each[one] for each in (rows, positions)))
             logits.append(self.model.logits(hidden[one].clone()))
         return torch.cat(logits)
 
@@ -437,8 +432,18 @@ class ModelRunner:
     def record(self) -> None:
         """Record the steps of a `RecordedForward`."""
         if isinstance(self._forward, RecordedForward):
-            reach = self.capacity.max_model_len + self.hooks.ahead
-            record(self._forward, self.builder, self._block_sizes, reach, self.platform)
+            record(self._forward, self.builder, self._block_sizes, self._reach, self.platform)
+            self.capacity = evolve(self.capacity, parts=self._values())
+
+    @property
+    def _reach(self) -> int:
+        """The number of tokens that block tables of recorded and padded steps cover."""
+        most = 0 if self._sizes is None else self._sizes.tokens[-1]
+        return max(self.capacity.max_model_len + self.hooks.ahead, most)
+
+    def _values(self) -> dict[str, Mapping[str, Any]]:
+        """Return the values that the parts' runners have for their planners."""
+        return {name: value for name, part in self.parts.items() if (value := part.capacity())}
 
     @torch.inference_mode()
     def check(self) -> int:

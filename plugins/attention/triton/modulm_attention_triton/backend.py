@@ -51,8 +51,12 @@ _FLOATS = ("bfloat16", "float16", "float32")
 #: Formats with scales of their own, and the dtype of their numbers.
 _SCALED = {
     "int8": "int8", "fp8_per_token_head": "float8_e4m3fn", "nvfp4": "uint8",
-    "nvfp4_4over6": "uint8",
+    "nvfp4_4over6": "uint8", "fp8_ds_mla": "uint8", "nvfp4_ds_mla": "uint8",
 }  # fmt: skip
+#: Formats of latents, and the sizes of latent and key that they store.
+_LATENTS, _LATENT_SIZES = ("fp8_ds_mla", "nvfp4_ds_mla"), (512, 576)
+#: The format with scales that indexer keys may have.
+_INDEXER = "fp8_per_token_head"
 _NARROW = ("float8_e4m3fn", "float8_e5m2", *_SCALED)
 #: Largest head size: a latent of 512 and a rotated part of 64.
 _WIDEST = 576
@@ -167,11 +171,16 @@ class TritonAttention(AttentionBackend):
             return f"supports KV caches in the model's dtype or {', '.join(_NARROW)}, not in " + (
                 spec.kv_dtype
             )
-        if spec.kv_dtype in _SCALED and (spec.latent or spec.picks or spec.scales):
-            return (
-                "does not support a latent (MLA) cache, indexer keys or scales per layer in "
-                f"{spec.kv_dtype}"
-            )
+        if spec.kv_dtype in _LATENTS:
+            if (spec.latent, spec.head_dim) != _LATENT_SIZES or spec.scales:
+                return (
+                    f"{spec.kv_dtype} stores latents (MLA) of 512 with a rotated part of 64 only, "
+                    "without scales per layer"
+                )
+        elif spec.kv_dtype in _SCALED and (spec.latent or spec.scales):
+            return f"does not support a latent (MLA) cache or scales per layer in {spec.kv_dtype}"
+        if spec.picks and spec.kv_dtype in _SCALED and spec.kv_dtype != _INDEXER:
+            return f"does not support indexer keys in {spec.kv_dtype}"
         if spec.masks and (unsupported := spec.features - _MASKED):
             return f"cannot mask tokens of a step with {', '.join(sorted(unsupported))}"
         if spec.selection and (spec.selection > 1 or not spec.latent):
@@ -182,7 +191,8 @@ class TritonAttention(AttentionBackend):
             return f"cannot select tokens with {', '.join(sorted(unsupported))}"
         if spec.kv_dtype in _SCALED and (spec.head_dim + (spec.value_dim or spec.head_dim)) % 4:
             return f"needs even head sizes for {spec.kv_dtype}, not {spec.head_dim}"
-        if spec.kv_dtype.startswith("nvfp4") and (spec.head_dim % 16 or (spec.value_dim or 0) % 16):
+        whole_groups = spec.head_dim % 16 == (spec.value_dim or 0) % 16 == 0
+        if spec.kv_dtype in ("nvfp4", "nvfp4_4over6") and not whole_groups:
             return f"needs head sizes that 16 divides for {spec.kv_dtype}, not {spec.head_dim}"
         if max(spec.head_dim, spec.value_dim or 0) > _WIDEST:
             return f"supports head sizes up to {_WIDEST}, not {spec.head_dim}"

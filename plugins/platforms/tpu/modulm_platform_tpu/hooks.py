@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from modulm.errors import UnsupportedError
 from modulm.plugins import Proposal, hookimpl
 from modulm_platform_tpu.devices import look
-from modulm_platform_tpu.settings import drafter_of
+from modulm_platform_tpu.settings import LOOKUPS, drafter_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +29,7 @@ REFUSED = {
     "pipeline_parallel_size": "all devices compute each layer",
     "weight_transfer_config": "weights are arguments of its programs",
 }
-#: Drafters that run no model.
-DRAFTERS = ("ngram", "suffix")
+DRAFTERS = (*LOOKUPS, "draft_model", "eagle", "eagle3", "medusa", "mtp")
 
 
 @hookimpl
@@ -55,7 +54,7 @@ def modulm_config_final(config: EngineConfig) -> None:
             raise _refusal(spec.name, REFUSED[spec.name])
     drafter, parallel = drafter_of(config), config.parallel
     if drafter is not None and drafter not in DRAFTERS:
-        message = f"drafts of {drafter}; {' and '.join(DRAFTERS)} are supported"
+        message = f"drafts of {drafter}; supported are {', '.join(DRAFTERS)}"
         raise _refusal("speculative_config", message)
     if parallel.shared_experts:
         message = "with several replicas, each has all experts; leave it out"

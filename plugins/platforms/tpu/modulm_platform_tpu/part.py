@@ -41,15 +41,28 @@ class CompilationsPart(StepPart):
 
 
 class _CountingRunner(PartRunner):
-    """Reports (compilations, seconds) of this process since the last report, if there were any."""
+    """Reports (compilations, seconds) of this process since the last report, if there were any.
+
+    Those of the start are among the values that the engine describes itself with, which metrics
+    begin with.
+    """
 
     def __init__(self) -> None:
         from modulm_platform_tpu.compilations import COMPILATIONS
 
         self._counts = COMPILATIONS
-        self._reported = COMPILATIONS.count, COMPILATIONS.seconds
+        self._start = self._reported = COMPILATIONS.count, COMPILATIONS.seconds
+        self._running = False
+
+    def capacity(self) -> Mapping[str, Any]:
+        now = self._counts.count, self._counts.seconds
+        if not self._running:
+            self._reported = now
+        (count, seconds), (before, then) = now, self._start
+        return {"counts": {"compilations": count - before, "compile_time": seconds - then}}
 
     def report(self) -> object | None:
+        self._running = True
         count, seconds = self._reported
         if self._counts.count == count:
             return None
@@ -58,7 +71,7 @@ class _CountingRunner(PartRunner):
 
 
 class _CountingPlanner(PartPlanner):
-    """Passes counts on. Those of the start arrive with the first step's result."""
+    """Passes counts on, with the events of the next step."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, float] = defaultdict(float)

@@ -7,7 +7,9 @@ by the dimension that the layer's ranks would split, and XLA adds the collective
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.quantization import LinearKind
 from modulm.errors import ConfigError
 from modulm_kernels_pallas.spread import AXIS
 
 if TYPE_CHECKING:
+    from modulm.contracts.model import CacheSpec
     from modulm.contracts.quantization import LinearSpec
 
 __all__ = ["Placement"]
@@ -77,8 +81,21 @@ class Placement:
 
     def cache_sharding(self, shape: Sequence[int]) -> Any:
         """The sharding of a cache, whose second dimension are heads or channels."""
-        splits = self.mesh is not None and len(shape) > 2 and shape[1] % self.size == 0
-        return self.sharding(1 if splits else None)
+        return self.sharding(1 if self._splits(shape) else None)
+
+    def _splits(self, shape: Sequence[int]) -> bool:
+        return self.mesh is not None and len(shape) > 2 and shape[1] % self.size == 0
+
+    def cache_share(self, caches: Sequence[CacheSpec]) -> float:
+        """The largest part of a kind of caches that one device holds: attention's, or states."""
+        whole: Counter[str] = Counter()
+        own: Counter[str] = Counter()
+        for cache in caches:
+            for kind, shape, dtype in _arrays_of(cache):
+                size = math.prod(shape) * jnp.dtype(dtype).itemsize
+                whole[kind] += size
+                own[kind] += size // self.size if self._splits(shape) else size
+        return max((own[kind] / whole[kind] for kind in whole), default=1 / self.size)
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         """Allocate a cache."""
@@ -102,3 +119,16 @@ class Placement:
             if len(shape) > 1 and shape[axis] in sizes and shape[axis] % self.size == 0:
                 return axis
         return None
+
+
+def _arrays_of(cache: CacheSpec) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield (kind, shape of one entry, dtype) of a layer's own caches."""
+    spec = cache.spec
+    if cache.shares is not None:
+        return
+    if isinstance(spec, AttentionSpec):
+        width = spec.head_dim + (0 if spec.latent else spec.value_dim or spec.head_dim)
+        yield "attention", (1, 1 if spec.latent else spec.kv_heads, 1, width), spec.kv_dtype
+    else:
+        for _, shape, dtype in spec.tensors:
+            yield "state", (1, *shape), dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -62,7 +63,11 @@ class TpuPlatform(Platform):
         self._config = config or Config()
         self._first = 0
         self._placement: Placement | None = None
-        self._compiled: dict[tuple[int, tuple[int, ...]], CompiledForward] = {}
+        #: The part of the caches that one device holds; None before there is a model.
+        self._cache_share: float | None = None
+        self._compiled: WeakValueDictionary[tuple[int, tuple[int, ...]], CompiledForward] = (
+            WeakValueDictionary()
+        )
 
     @classmethod
     def probe(cls) -> Probe:
@@ -73,8 +78,9 @@ class TpuPlatform(Platform):
         return torch.device("cpu")
 
     def memory(self) -> Memory:
-        """Memory of the device, the least of all machines, since all have equally many blocks. On
-        processors it is small, since JAX touches all of a cache.
+        """Memory of a device, times as many as share each cache, once there is a model. It is the
+        least of all machines, since all have equally many blocks. On processors it is small, since
+        JAX touches all of a cache.
         """
         import jax
 
@@ -89,7 +95,8 @@ class TpuPlatform(Platform):
             # In units of 64 KiB: arrays of JAX are of 32 bits.
             all_hosts = process_allgather(np.array([total >> 16, free >> 16], np.int32))
             total, free = (int(least) << 16 for least in all_hosts.min(axis=0))
-        return Memory(total=total, free=free)
+        share = self._cache_share or 1.0
+        return Memory(total=int(total / share), free=int(free / share))
 
     def memory_per_worker(self, workers: int) -> Memory:
         """Memory of a device by its kind: the process that asks is not always the worker, and JAX
@@ -166,11 +173,16 @@ class TpuPlatform(Platform):
         sizes = self.step_sizes(flags.max_num_seqs, flags.max_num_batched_tokens)
         placement = self._place(parallel.tensor_parallel_size, parallel.enable_expert_parallel)
         layers = tuple(getattr(forward, "keywords", {}).get("layers", ()))
-        key = id(model_of(forward)), layers
-        if key not in self._compiled:
+        model = model_of(forward)
+        share = placement.cache_share(model.caches)
+        self._cache_share = max(share, self._cache_share or share)
+        key = id(model), layers
+        compiled = self._compiled.get(key)
+        if compiled is None:
             settings = settings_of(config, flags.max_num_seqs)
-            self._compiled[key] = CompiledForward(forward, sizes, placement, settings)
-        return cast("Step", self._compiled[key])
+            compiled = CompiledForward(forward, sizes, placement, settings)
+            self._compiled[key] = compiled
+        return cast("Step", compiled)
 
     def step_sizes(self, rows: int, tokens: int) -> StepSizes:
         return sizes_of(rows, tokens, self._config.rows, self._config.tokens)

@@ -19,7 +19,7 @@ from attrs import evolve
 from modulm.contracts.kernels import RecordedForward
 from modulm.contracts.state import StatePlan
 from modulm.errors import UnsupportedError
-from modulm_kernels_pallas.bridge import array_of, numpy_of, tensor_of
+from modulm_kernels_pallas.bridge import array_of, is_array, numpy_of, tensor_of
 from modulm_kernels_pallas.lora import using_slots
 from modulm_kernels_pallas.recurrence import ScanPlan
 from modulm_kernels_pallas.spread import using_mesh
@@ -85,10 +85,6 @@ class CompiledForward(RecordedForward):
 
     def clear(self) -> None:
         self._programs: dict[Hashable, Callable[..., Any]] = {}
-        self._head = jax.jit(self._run_head, out_shardings=self._placement.sharding())
-        self._head_adapted = jax.jit(
-            partial(self._run_head, adapted=True), out_shardings=self._placement.sharding()
-        )
 
     def record(self, batch: Batch) -> None:
         """Compile the forward pass for this batch's shape, and what reads its result."""
@@ -97,8 +93,9 @@ class CompiledForward(RecordedForward):
         states = hidden if isinstance(hidden, torch.Tensor) else hidden[0]
         for size in self._samples():
             logits = self._logits(states[torch.zeros(size, dtype=torch.int64)])
-            logits.argmax_on_device()
-            logits.compile_sampling()
+            if isinstance(logits, Logits):
+                logits.argmax_on_device()
+                logits.compile_sampling()
             if self._adapters and self._settings.level >= _KINDS_LEVEL:
                 with self._adapters.pretending(size):
                     self._logits(states[torch.zeros(size, dtype=torch.int64)])
@@ -155,7 +152,7 @@ class CompiledForward(RecordedForward):
                 f"device tpu: {type(self._model).__name__}: steps with encoder inputs or plans "
                 "that differ in shape are not supported yet"
             )
-        tensors = [numpy_of(tensor) for tensor in batch.tensors()]
+        tensors = [_numbers(tensor, len(batch.tokens)) for tensor in batch.tensors()]
         tables = [numpy_of(table) for table in batch.tables()]
         adapted = batch.adapters is not None
         if adapted:
@@ -173,17 +170,19 @@ class CompiledForward(RecordedForward):
                 arguments = (self._arrays(), arguments[1])
             where = self._placement.sharding()
             out = where, [self._placement.cache_sharding(array.shape) for array in arrays]
-            program = self._programs[key] = jax.jit(traced, donate_argnums=2, out_shardings=out)
+            every = (*arguments, arrays, tensors, tables)
+            program = self._programs[key] = self._program(traced, out, every, donate=(2,))
         hidden, changed = program(*arguments, arrays, tensors, tables)
         for cache, array in zip(caches, changed, strict=True):
             cache.array = array
-        states = tuple(map(Hidden, hidden))
+        states = tuple(Hidden.of(array, self._sizes.samples) for array in hidden)
         return states[0] if len(states) == 1 else states
 
     def _prepared(self, batch: Batch) -> Batch:
         """Replace what a program cannot read: lengths of rows are not known while it is traced."""
         plans = (ScanPlan.of(p) if isinstance(p, StatePlan) else p for p in batch.plans)
-        batch = evolve(batch, plans=tuple(plans), only_sampled=False)
+        none_sampled = torch.zeros(0, dtype=torch.int64)
+        batch = evolve(batch, plans=tuple(plans), only_sampled=False, sample=none_sampled)
         if not self._whole:
             return batch
         counts = np.diff(numpy_of(batch.query_starts))
@@ -197,8 +196,9 @@ class CompiledForward(RecordedForward):
         structure = jax.tree.structure(batch.caches)
 
         def run(weights: Any, adapters: Any, caches: Any, tensors: Any, tables: Any) -> Any:
-            held = list(map(tensor_of, caches))
-            step = batch.over(list(map(tensor_of, tensors)), list(map(tensor_of, tables)))
+            with torch.inference_mode(False):  # layers may change them in place
+                held = list(map(tensor_of, caches))
+                step = batch.over(list(map(tensor_of, tensors)), list(map(tensor_of, tables)))
             step = evolve(step, caches=jax.tree.unflatten(structure, held))
             slots = None if step.adapters is None else array_of(step.adapters)
             hidden = self._with_weights(weights, adapters, slots, lambda: self._forward(step))
@@ -221,7 +221,12 @@ class CompiledForward(RecordedForward):
         self._moved.retain(used)
         self._pruned = True
 
-    def _logits(self, hidden: torch.Tensor) -> Logits:
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute logits with a program, or as a part of a drafter's program."""
+        if is_array(hidden):
+            with self._adapters.off():
+                logits: torch.Tensor = self._logits_of(hidden)
+            return logits
         count = len(hidden)
         size = next((size for size in self._sizes.samples if size >= count), count)
         if isinstance(hidden, DeviceTensor):
@@ -234,12 +239,41 @@ class CompiledForward(RecordedForward):
             states = np.pad(states, ((0, size - count), (0, 0)))
         slots = self._adapters.current(count)
         if slots is None:
-            return Logits(self._head(self._arrays(), [], states, None), count)
+            return Logits(self._head((self._arrays(), [], states, None)), count)
         self._adapters.refresh()
         padded = np.pad(slots, (0, size - count))
         arrays = self._adapters.arrays(True)
         with self._adapters.pretending(size):
-            return Logits(self._head_adapted(self._arrays(), arrays, states, padded), count)
+            return Logits(self._head((self._arrays(), arrays, states, padded), True), count)
+
+    def _head(self, arguments: tuple[Any, ...], adapted: bool = False) -> jax.Array:
+        """Compute logits with the program of this number of rows."""
+        key = "head", adapted, arguments[2].shape
+        if key not in self._programs:
+            run = partial(self._run_head, adapted=adapted)
+            self._programs[key] = self._program(run, self._placement.sharding(), arguments)
+        logits: jax.Array = self._programs[key](*arguments)
+        return logits
+
+    def _program(
+        self, run: Callable[..., Any], out: Any, arguments: tuple[Any, ...],
+        donate: tuple[int, ...] = (),
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Return the program of a function. Weights of other models that it reads, as those of
+        drafters do, become arguments: as constants, a program would have copies of them.
+        """
+        if not self._settings.drafts:
+            return jax.jit(run, donate_argnums=donate, out_shardings=out)
+        graph, result = jax.make_jaxpr(run, return_shape=True)(*arguments)
+        structure = jax.tree.structure(result)
+
+        def borrowing(others: Any, *arguments: Any) -> Any:
+            leaves = jax.core.eval_jaxpr(graph.jaxpr, others, *jax.tree.leaves(arguments))
+            return jax.tree.unflatten(structure, leaves)
+
+        donated = tuple(at + 1 for at in donate)
+        program = jax.jit(borrowing, donate_argnums=donated, out_shardings=out)
+        return partial(program, graph.consts)
 
     def _run_head(
         self, weights: Any, adapters: Any, hidden: Any, slots: Any, adapted: bool = False
@@ -298,6 +332,16 @@ class CompiledForward(RecordedForward):
                 outputs: Sequence[torch.Tensor] = end.value
                 return outputs
             yield ran
+
+
+def _numbers(tensor: torch.Tensor, tokens: int) -> Any:
+    """Return the numbers of an input; those of the device have a row for each of `tokens`."""
+    if not isinstance(tensor, DeviceTensor):
+        return numpy_of(tensor)
+    if len(tensor.array) == tokens:
+        return tensor.array
+    rows = numpy_of(tensor.host())[:tokens]
+    return np.pad(rows, ((0, tokens - len(rows)), (0, 0)))
 
 
 def model_of(forward: Any) -> Any:

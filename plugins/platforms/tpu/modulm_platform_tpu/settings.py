@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.platform import Flags
 
-__all__ = ["Settings", "drafter_of", "settings_of"]
+__all__ = ["LOOKUPS", "Settings", "drafter_of", "settings_of"]
+
+#: Drafters that run no model.
+LOOKUPS = ("ngram", "suffix")
 
 #: Compile at start; used if no installed package has `--optimization-level`.
 _LEVEL = 2
@@ -21,20 +24,23 @@ class Settings:
     """Settings of the engine that programs depend on.
 
     level: of `--optimization-level`. samples: the most tokens that a step samples; None: as many
-    as it has. rank: of adapters, 0 without. embeds: whether prompts may have embeddings.
+    as it has. rank: of adapters, 0 without. embeds: whether prompts may have embeddings. drafts:
+    whether a drafter may run a model.
     """
 
     level: int = _LEVEL
     samples: int | None = 0
     rank: int = 0
     embeds: bool = False
+    drafts: bool = False
 
 
 def settings_of(config: Flags, rows: int) -> Settings:
     """Read the settings. rows: the most rows of a step."""
     values = _values(config)
     drafts: int | None = 0
-    if drafter_of(config) is not None:
+    drafter = drafter_of(config)
+    if drafter is not None:
         table = values.get("speculative_config") or {}
         drafts = values.get("spec_tokens") or table.get("num_speculative_tokens")
     return Settings(
@@ -42,6 +48,7 @@ def settings_of(config: Flags, rows: int) -> Settings:
         samples=None if drafts is None else rows * (1 + drafts),
         rank=values.get("max_lora_rank", 0) if values.get("enable_lora") else 0,
         embeds=bool(values.get("enable_prompt_embeds")),
+        drafts=drafter not in (None, *LOOKUPS),
     )
 
 

@@ -102,17 +102,35 @@ class DeviceTensor(torch.Tensor):
 
 
 class Hidden(DeviceTensor):
-    """Hidden states [tokens, hidden]: rows are gathered on the device."""
+    """Hidden states [tokens, hidden]: rows are gathered on the device, padded to one of `sizes`."""
+
+    sizes: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, array: jax.Array, sizes: Sequence[int], rows: int | None = None) -> Self:
+        """Wrap an array, or its first `rows` rows."""
+        made = cls(array, rows)
+        made.sizes = sizes
+        return made
 
     @classmethod
     def on_device(cls, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+        if func is torch.Tensor.clone:
+            return args[0]  # arrays never change
+        if func is torch.nn.functional.pad:  # by rows that nothing reads, as in padded steps
+            own, (*sides, more) = args[0], args[1]
+            fits = not any(sides) and own.rows + more <= len(own.array)
+            return cls.of(own.array, own.sizes, own.rows + more) if fits else None
         if func is not torch.Tensor.__getitem__:
             return None
         own, key = args
         if isinstance(key, slice) and key.start in (None, 0) and key.step is None:
-            return Hidden(own.array, len(range(*key.indices(own.rows))))
+            return cls.of(own.array, own.sizes, len(range(*key.indices(own.rows))))
         if isinstance(key, torch.Tensor) and key.dim() == 1 and key.dtype == torch.int64:
-            return Hidden(_gather(own.array, numpy_of(key)))
+            count = len(key)
+            size = next((size for size in own.sizes if size >= count), count)
+            places = np.pad(numpy_of(key), (0, size - count))
+            return cls.of(_gather(own.array, places), own.sizes, count)
         return None
 
 

@@ -73,7 +73,8 @@ class DraftModelSpeculator(ModelSpeculator):
         asked = evolve(
             step, rows=[step.rows[at] for at in rows], most=[step.most[at] for at in rows]
         )
-        proposals = self.follow(asked, states[ready], ends_of(asked), 1) if rows else []
+        first = states[torch.tensor(ready, dtype=torch.int64)] if rows else states
+        proposals = self.follow(asked, first, ends_of(asked), 1) if rows else []
         for index, tokens in zip(rows, proposals, strict=True):
             drafts[index] = tokens
         places = {row: index for index, row in enumerate(step.ran.rows.tolist())}
@@ -102,7 +103,7 @@ class DraftModelSpeculator(ModelSpeculator):
             np.array([len(part.tokens) for part in parts], dtype=np.int32),
             np.concatenate([part.tokens for part in parts]).clip(max=self._vocabulary - 1),
         )
-        states = self.run(step.build_batch(runs), torch.empty(0), 0)
+        states = self.run(step.build_batch(runs), torch.empty(0), 0)[: len(runs.tokens)]
         return states if len(states) == len(parts) else states[torch.from_numpy(runs.lasts)]
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from modulm_speculation import Target
 
 __all__ = [
+    "LAYER",
     "Eagle3Head",
     "Eagle3Layer",
     "EagleConfig",
@@ -40,6 +41,10 @@ __all__ = [
     "halves",
     "without_shared",
 ]
+
+
+#: Prefix of keys in `Batch.extras` of the states of the target's layers, in place of `HIDDEN`.
+LAYER = "layer "
 
 
 @frozen(kw_only=True)
@@ -334,8 +339,12 @@ class Eagle3Head(Head):
 
     def forward(self, batch: Batch) -> Tensor:
         x, residual = self.embedded(batch.tokens), None
+        state = batch.extras.get(HIDDEN)
+        if state is None:
+            names = (f"{LAYER}{at}" for at in range(self.config.aux))
+            state = self.combined([batch.extras[name] for name in names])
         for layer in self.layers:
-            x, residual = layer(x, batch.extras[HIDDEN], residual, batch)
+            x, residual = layer(x, state, residual, batch)
         x = x if residual is None else self.ops.add(x, residual)
         return self.norm(x) if self.config.norm_output else x
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
+import torch
 from attrs import evolve, frozen
 
 from modulm.contracts.drafter import DraftStep, Needs, Runs
@@ -22,7 +23,7 @@ from modulm_speculator_eagle.family_heads import (
     LatentEagle3Head,
     family_of,
 )
-from modulm_speculator_eagle.heads import Eagle3Head, EagleHead, Head
+from modulm_speculator_eagle.heads import LAYER, Eagle3Head, EagleHead, Head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +96,12 @@ class Eagle3(Eagle):
     def __init__(self, config: EagleOptions, draft: DraftModel, layers: tuple[int, ...]) -> None:
         super().__init__(config, draft, layers)
         head = draft.model
-        draft.targets = head.d2t if isinstance(head, Eagle3Head) else None
+        if draft.padded and isinstance(head, Eagle3Head) and head.mask_hidden is not None:
+            message = (
+                f"model {config.model}: heads that draft all tokens in one step: not supported on "
+                "devices that pad steps to few sizes; use another head"
+            )
+            raise ConfigError("speculative_config", message)
 
     @classmethod
     def head_of(cls, table: Mapping[str, Any]) -> type[Head]:
@@ -142,6 +148,23 @@ class Eagle3(Eagle):
             ):
                 drafts[at] = np.append(drafts[at], part)
         return drafts
+
+    def inputs(self, step: DraftStep) -> Mapping[str, Tensor]:
+        # A program combines the states itself.
+        if self.draft.padded and step.layers:
+            return {f"{LAYER}{at}": states for at, states in enumerate(step.layers)}
+        return super().inputs(step)
+
+    def example_inputs(
+        self, tokens: int, rows: int, zeros: Callable[..., Tensor]
+    ) -> Sequence[Mapping[str, Tensor]]:
+        later = super().example_inputs(tokens, rows, zeros)
+        head, layers = self.draft.model, range(len(self.needs.layers))
+        if not layers or not isinstance(head, Eagle3Head):
+            return later
+        dtype = getattr(torch, self.draft.loaded.dtype)
+        first = {f"{LAYER}{at}": zeros((tokens, head.state_size), dtype) for at in layers}
+        return (first, *later) if tokens == rows else (first,)
 
     def hidden(self, step: DraftStep) -> Tensor:
         head = self.draft.model

@@ -73,6 +73,12 @@ class Mtp(HiddenChain):
             return f"the checkpoint has no weights of {layer.project}"
         return {}
 
+    @property
+    def width(self) -> int:
+        predictor: Any = self.draft.model
+        width: int = predictor.of.hidden
+        return width
+
     @classmethod
     def open(cls, config: Options, target: Target) -> Self:
         if not isinstance(config, MtpOptions):

@@ -42,6 +42,10 @@ PLANS = [
 ]
 
 
+#: Ops; "channel_scan" is `selective_scan` with a decay for each number of a state (Mamba 1).
+OPS = ("delta_rule", "selective_scan", "channel_scan", "causal_conv")
+
+
 def arguments(op: str, tokens: int) -> tuple[list[Any], torch.Tensor, dict[str, Any]]:
     """Tensors before the states, the states, and what follows the plan."""
     torch.manual_seed(1)
@@ -54,6 +58,12 @@ def arguments(op: str, tokens: int) -> tuple[list[Any], torch.Tensor, dict[str, 
             draw(tokens, 2, 5), draw(4),
         ]  # fmt: skip
         return tensors, draw(SLOTS, 4, 3, 5), {"bias": draw(4), "limit": (0.1, 2.0)}
+    if op == "channel_scan":
+        tensors = [
+            draw(tokens, 6, 1), draw(tokens, 6), draw(6, 5), draw(tokens, 1, 5),
+            draw(tokens, 1, 5), draw(6),
+        ]  # fmt: skip
+        return tensors, draw(SLOTS, 6, 1, 5), {"bias": draw(6)}
     tensors = [
         draw(tokens, 2, 4), draw(tokens, 2, 4), draw(tokens, 4, 3), draw(tokens, 4),
         draw(tokens, 4), draw(4), draw(4),
@@ -63,16 +73,13 @@ def arguments(op: str, tokens: int) -> tuple[list[Any], torch.Tensor, dict[str, 
 
 @parametrize_sample(
     "op, plan, kernel",
-    [
-        (op, plan, plan is not PLANS[1])
-        for plan in PLANS
-        for op in ("delta_rule", "selective_scan", "causal_conv")
-    ]
-    + [(op, PLANS[0], False) for op in ("delta_rule", "selective_scan", "causal_conv")],
-    12,
+    [(op, plan, plan is not PLANS[1]) for plan in PLANS for op in OPS]
+    + [(op, PLANS[0], False) for op in OPS],
+    16,
 )
 def test_recurrent_ops_equal_their_twins(op: str, plan: StatePlan, kernel: bool) -> None:
     before, states, after = arguments(op, int(plan.query_starts[-1]))
+    op = op.replace("channel", "selective")
     scan = recurrence.ScanPlan.of(plan)
 
     def run(tensors: Any, states: Any, more: Any, planned: Any) -> Any:
@@ -100,11 +107,17 @@ def test_recurrent_ops_equal_their_twins(op: str, plan: StatePlan, kernel: bool)
 BODIES = {
     "conv": (scan.conv_body, (1, 3, 2048), [(1, 2048)], [(4, 2048)]),
     "selective": (scan.selective_body, (16, 64, 128), [(16, 64), (16, 1), *[(16, 128)] * 2], []),
+    "channel": (
+        scan.channel_body,
+        (16, 128, 16),
+        [*[(16, 128)] * 2, *[(16, 16)] * 2],
+        [(16, 128, 16)],
+    ),
     "delta": (scan.delta_body, (16, 128, 128), [*[(16, 128)] * 3, (16, 2)], []),
 }
 
 
-@parametrize_sample("name", BODIES, 3)
+@parametrize_sample("name", BODIES, 4)
 def test_scans_are_lowered_for_tpus(name: str) -> None:
     body, state, inputs, constants = BODIES[name]
 
@@ -117,6 +130,6 @@ def test_scans_are_lowered_for_tpus(name: str) -> None:
         jax.jit(lambda *arrays: scan.scan(body, *arrays, width)), platforms=["tpu"]
     )(
         shape(4, *state), shape(9, *state), events, [shape(40, *x) for x in inputs],
-        [shape(1, *x) for x in constants],
+        [shape(*x) if name == "channel" else shape(1, *x) for x in constants],
     )  # fmt: skip
     assert "tpu_custom_call" in str(exported.mlir_module())

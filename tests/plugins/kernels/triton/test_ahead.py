@@ -41,9 +41,13 @@ SPARSE = {
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
+_SPARSE_KERNELS = {"_score", "_select", "_selected", "_merge", "_prompt"}
+#: Sizes, kernels, and the format of the cache.
 MODELS = {
-    "qwen3": (QWEN3, {"_rms_norm", "_qkv_prepare", "_prompt", "_split", "_merge"}),
-    "deepseek_v32": (SPARSE, {"_score", "_select", "_selected", "_merge", "_prompt"}),
+    "qwen3": (QWEN3, {"_rms_norm", "_qkv_prepare", "_prompt", "_split", "_rms_norm_rounded"}, ""),
+    "deepseek_v32": (SPARSE, _SPARSE_KERNELS, ""),
+    "deepseek_v32, fp8_ds_mla": (SPARSE, {*_SPARSE_KERNELS, "_write"}, "fp8_ds_mla"),
+    "deepseek_v32, nvfp4_ds_mla": (SPARSE, {*_SPARSE_KERNELS, "_write"}, "nvfp4_ds_mla"),
 }
 
 
@@ -51,7 +55,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @parametrize_sample("target", MOST, every=2)
 def test_compiled_without_the_gpu(target, model, tmp_path):
-    table, expected = MODELS[model]
+    table, expected, kept = MODELS[model]
     config = tmp_path / "config.json"
     config.write_text(json.dumps(table))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -59,6 +63,7 @@ def test_compiled_without_the_gpu(target, model, tmp_path):
     command = [sys.executable, "-m", "modulm_kernels_triton.ahead", config, "--target", target]
     command += ["--also", "low_precision"] if model == "qwen3" else ["--also"]
     command += [] if "hip" in target else ["adapters"]
+    command += ["--kv-cache-dtype", kept] if kept else []
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=500
     )

@@ -10,7 +10,7 @@ from samples import parametrize_sample
 from tests.plugins.kernels.triton.close import DTYPES, assert_close, each_dtype
 from tests.plugins.kernels.triton.platform import triton_platform
 
-from modulm.contracts.attention import AttentionSpec, QKVPrepare, StepLayout
+from modulm.contracts.attention import AttentionInputs, AttentionSpec, QKVPrepare, StepLayout
 from modulm.errors import ConfigError
 from modulm.ops import bind
 from modulm.plugins import manager
@@ -273,6 +273,59 @@ def test_formats_with_scales_are_kept_as_plain_torch_keeps_them(make, kind):
     for one, kept in ((backend, torch.zeros_like(cache)), (plain, mirror)):
         found.append(attend(one, kept, layout))
     assert_close(found[0], found[1], 4)
+
+
+@parametrize_sample(
+    ("kind", "selection"),
+    [("fp8_ds_mla", 0), ("nvfp4_ds_mla", 1), ("nvfp4_ds_mla", 0), ("fp8_ds_mla", 1)],
+    every=2,
+)
+def test_latents_are_kept_as_plain_torch_keeps_them(make, kind, selection):
+    """FlashMLA's bytes, and attention to all of them or to selected tokens."""
+    changes = {"heads": 2, "kv_heads": 1, "head_dim": 576, "latent": 512, "selection": selection}
+    backend, cache = make(**changes, kv_dtype=kind)
+    plain = manager.current().load("attention", "sdpa")(
+        backend.spec, backend.platform, backend.ops, 16
+    )
+    layout, draw = step([1, 10], [1, 10]), torch.Generator().manual_seed(0)
+    q, k = (torch.randn(11, heads, 576, generator=draw).to(cache.device) for heads in (2, 1))
+    k[0] = 0
+    inputs = AttentionInputs()
+    if selection:
+        selected = torch.full((11, 1, 7), -1, dtype=torch.int32)
+        for token, seen in enumerate((1, *range(1, 11))):
+            some = torch.randperm(seen, generator=draw)[:7]
+            selected[token, 0, : len(some)] = some
+        inputs = AttentionInputs(selected=selected.to(cache.device))
+    found, bytes_of = [], []
+    for one in (backend, plain):
+        kept = torch.zeros(one.layout(64).shape, dtype=torch.uint8, device=cache.device)
+        out = torch.empty(11, 2, 512, device=cache.device)
+        one.forward(q, k, k[..., :512], kept, one.plan(layout), out, inputs)
+        found.append(out)
+        bytes_of.append(kept.flatten().view(64 * 16, -1)[layout.slots])
+    assert torch.equal(*bytes_of)
+    assert_close(found[0], found[1], 8)
+
+
+def test_tokens_are_picked_by_keys_with_scales(make):
+    """What the portable backend picks, of keys as they lie beside latents in FlashMLA's formats."""
+    changes = {"heads": 2, "kv_heads": 1, "head_dim": 32, "picks": 5}
+    backend, cache = make(**changes, kv_dtype="fp8_per_token_head")
+    plain = manager.current().load("attention", "sdpa")(
+        backend.spec, backend.platform, backend.ops, 16
+    )
+    layout, draw = step([1, 18], [1, 18]), torch.Generator().manual_seed(0)
+    q, k = (torch.randn(19, heads, 32, generator=draw).to(cache.device) for heads in (2, 1))
+    inputs = AttentionInputs(head_weights=torch.rand(19, 2, generator=draw).to(cache.device))
+    found = []
+    for one in (backend, plain):
+        shape, dtype = one.layout(64).shape, getattr(torch, one.layout(64).dtype)
+        out = torch.empty(19, 1, 5, dtype=torch.int32, device=cache.device)
+        kept = torch.zeros(shape, dtype=torch.uint8, device=cache.device).view(dtype)
+        one.forward(q, k, k, kept, one.plan(layout), out, inputs)
+        found.append(out.sort(-1).values)
+    assert torch.equal(*found)
 
 
 def test_masks_of_many_tokens_are_an_error(make):

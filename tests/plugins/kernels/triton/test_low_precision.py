@@ -15,6 +15,7 @@ from modulm_quantized import (
     rounding_bound,
 )
 from modulm_quantized.fitting import for_kernels
+from modulm_quantized.norms import FUSED, rms_norm_rounded
 
 #: Formats of inputs, and schemes of weights that they are multiplied with.
 CASES = [
@@ -62,6 +63,45 @@ def test_inputs_are_rounded_as_the_reference_does(ops, device, name):
     assert torch.equal(scales.expand_as(wanted.scales), wanted.scales)
     moved = (wanted.weight(torch.float32)[:, :size] - x.float()).abs()
     assert (moved <= rounding_bound(x, name, scale)).all()
+
+
+@parametrize_sample("name", FUSED, every=4)
+@parametrize_sample("size", (544, 130), every=2)
+def test_norms_round_as_norm_and_rounding_do(ops, device, name, size):
+    """Bit by bit what the two kernels give one after the other, and what the twin gives."""
+    from modulm_kernels_triton.round_rows import round_rows
+
+    x, before = inputs(4, size), torch.randn(4, size).half()
+    weight, scale = torch.rand(size) + 0.5, None
+    if name == "fp8_static":
+        scale = torch.tensor(0.02)
+    for residual in (None, before):
+        ours, theirs, twin = (
+            None if residual is None else residual.clone().to(device) for _ in range(3)
+        )
+        on_device = None if scale is None else scale.to(device)
+        arguments = (weight.to(device), 1e-6, name, on_device, 1.0)
+        got = ops["rms_norm_rounded"](x.to(device), ours, *arguments)
+        if residual is None:
+            normed = ops["rms_norm"](x.to(device), arguments[0], 1e-6, offset=1.0)
+        else:
+            normed = ops["add_rms_norm"](x.to(device), theirs, arguments[0], 1e-6, offset=1.0)
+            assert torch.equal(ours, theirs)
+        form, given, rows = got.rounded
+        wanted = round_rows(normed, name, on_device)
+        assert (form, given) == (name, on_device)
+        assert torch.equal(got, normed)
+        assert torch.equal(rows.codes.view(torch.int8), wanted.codes.view(torch.int8))
+        assert torch.equal(rows.scales, wanted.scales)
+        plain = rms_norm_rounded(x.to(device), twin, *arguments)
+        torch.testing.assert_close(got, plain, rtol=2**-10, atol=1e-4)
+        # A number beside the middle of two codes may become the other one.
+        step = rounding_bound(plain.cpu(), name, scale) * 2 + plain.cpu().abs() * 2**-9
+        stored = plain.rounded[2].weight(torch.float32)[:, :size]
+        scales = rows.scales if rows.scales.dim() == 2 else rows.scales.expand(4, 1)
+        each = ACTIVATION_FORMATS[name].group or size
+        wide = rows.codes.float() * scales.repeat_interleave(each, 1)[:, :size]
+        assert ((wide - stored).abs().cpu() <= step + 1e-6).all()
 
 
 @parametrize_sample(("name", "scheme"), CASES, every=4)

@@ -115,3 +115,25 @@ def test_quantized_layers_and_experts_are_multiplied_as_codes(tmp_path, launches
     expected = answers(folder, GREEDY, "cpu", **{**flags, "kernels": "none"})
     assert answers(folder, GREEDY, "queued", **flags) == expected
     assert {"_linear", "later"} | ({"_experts"} if "Moe" in name else set()) <= set(launches)
+
+
+@parametrize_sample(
+    ("architecture", "quantization"),
+    [("Qwen3ForCausalLM", "ptpc_fp8"), ("Qwen3MoeForCausalLM", "ptpc_fp8")], every=2,
+)  # fmt: skip
+def test_norms_quantize_the_inputs_of_the_layers_after_them(
+    tmp_path, launches, monkeypatch, architecture, quantization
+):
+    """The same tokens as with a kernel of its own, which only ends of branches need then."""
+    folder = make_tiny(tmp_path / "tiny", architecture)
+    flags = {
+        "quantization": quantization, "activation_quantization": "on", "dtype": "float16",
+    }  # fmt: skip
+    fused = answers(folder, GREEDY, "queued", **flags)
+    count = launches.count("_round")
+    assert "_rms_norm_rounded" in launches
+    launches.clear()
+    monkeypatch.setattr("modulm_quantized.norms.fuses", lambda ops: False)
+    assert answers(folder, GREEDY, "queued", **flags) == fused
+    assert "_rms_norm_rounded" not in launches
+    assert 0 < count < launches.count("_round")

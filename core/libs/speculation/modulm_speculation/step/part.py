@@ -103,7 +103,13 @@ class DraftsPart(StepPart):
             from modulm_speculation.step.tree import TreeRunner
 
             return TreeRunner(drafter)
-        return DraftRunner(drafter, shared) if built.mesh.gives or shared else None
+        if not (built.mesh.gives or shared):
+            return None
+        flags = built.config.scheduler
+        sizes = built.platform.step_sizes(flags.max_num_seqs, flags.max_num_batched_tokens)
+        most = sizes.tokens[-1] if sizes else 0
+        reach = max(built.loaded.max_model_len + drafter.most, most)
+        return DraftRunner(drafter, shared, sizes, reach)
 
     def _drafter(self, built: BuiltModel) -> Drafter | None:
         """Return the model's drafter, created once per loaded model."""

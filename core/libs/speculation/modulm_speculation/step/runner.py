@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
 from attrs import evolve
 
 from modulm.contracts.drafter import Drafter, DraftStep, Runs
+from modulm.contracts.executor import Plan
 from modulm.contracts.sampling import SamplingParams
 from modulm.contracts.step_part import PartRunner, RunnerContext
 from modulm_speculation.adaptive import Adaptive
-from modulm_speculation.chain import allocated_tokens
+from modulm_speculation.chain import ModelSpeculator, allocated_tokens
 
 if TYPE_CHECKING:
-    import torch
-
-    from modulm.contracts.executor import Plan, RowStart
+    from modulm.contracts.executor import RowStart
+    from modulm.contracts.model import Batch
+    from modulm.contracts.platform import StepSizes
     from modulm.contracts.step_part import BatchFactory, RanStep
     from modulm_speculation.step.shared import SharedDrafter
 
@@ -35,12 +38,17 @@ class DraftRunner(PartRunner):
     """Calls a drafter after each step. A drafter that raises is disabled; requests continue.
 
     shared: the drafter, if all ranks of the model run it together: those that do not sample get the
-    step from the first. If it raises, the step fails.
+    step from the first. If it raises, the step fails. sizes: those that the device pads steps to,
+    None: it does not. reach: the tokens that block tables of padded steps cover.
     """
 
-    def __init__(self, drafter: Drafter, shared: SharedDrafter | None = None) -> None:
+    def __init__(
+        self, drafter: Drafter, shared: SharedDrafter | None = None,
+        sizes: StepSizes | None = None, reach: int = 0,
+    ) -> None:  # fmt: skip
         self._drafter: Drafter | None = drafter
         self._shared = shared
+        self._sizes, self._reach = sizes, reach
         self._needs = drafter.needs
         self._adaptive = drafter if isinstance(drafter, Adaptive) else None
         inner = drafter.speculator if isinstance(drafter, Adaptive) else drafter
@@ -65,6 +73,15 @@ class DraftRunner(PartRunner):
 
     def open(self, context: RunnerContext) -> None:
         self._context, self._builder = context, context.builder
+        inner = self._adaptive.speculator if self._adaptive is not None else self._drafter
+        if self._sizes is None or context.builder is None or not isinstance(inner, ModelSpeculator):
+            return
+        empty = tuple(np.zeros((0, 0), np.int32) for _ in context.groups)
+        none = np.zeros(0, np.int32)
+        plan = Plan(-1, none, none, none, _NONE, empty, np.zeros(0, dtype=bool))
+        build = partial(self._padded, context.builder, plan)
+        with torch.inference_mode(), context.platform.queue():
+            inner.warm_up(build, context.platform.zeros)
 
     def admit(self, start: RowStart, value: None) -> None:
         params = start.params
@@ -200,12 +217,22 @@ class DraftRunner(PartRunner):
         places = {row: index for index, row in enumerate(plan.rows.tolist())}
         return evolve(
             step,
-            build_batch=lambda runs: builder.build(
-                _plan_of(runs, plan, places), self._sample(runs)
-            ),
+            build_batch=lambda runs: self._build(builder, _plan_of(runs, plan, places), runs),
             tables=[plan.tables[builder.groups[owner].table] for owner in builder.owners],
             sizes=[builder.groups[owner].block_size for owner in builder.owners],
         )
+
+    def _build(self, builder: BatchFactory, plan: Plan, runs: Runs) -> Batch:
+        if self._sizes is None:
+            return builder.build(plan, self._sample(runs))
+        padding = self._sizes.padding(len(plan.rows), len(plan.tokens))
+        return self._padded(builder, plan, np.append(plan.counts, padding).astype(np.int32))
+
+    def _padded(self, builder: Any, plan: Plan, counts: np.ndarray) -> Batch:
+        """Build a batch with padding rows. counts: [rows] int32, with those of the padding."""
+        padded, sample = builder.padded(plan, _NONE, counts, len(counts), self._reach)
+        batch: Batch = builder.build(padded, sample)
+        return batch
 
     def _limited(self, step: DraftStep) -> DraftStep:
         """Limit drafts to the free slots of the rows in the drafter's caches."""

@@ -196,9 +196,12 @@ class Metrics(Collector):
     def of(cls, info: EngineInfo, engine: str, adapters: int) -> Self:
         """The metrics of an engine."""
         buckets = bucket_bounds(info.config.group(ServerConfig).custom_histogram_buckets)
-        return cls(
+        metrics = cls(
             info.models[0], engine, adapters, cache_labels(info), buckets, draft_labels(info)
         )
+        for values in info.parts.values():
+            metrics.parts(values.get("counts", {}))  # of the start
+        return metrics
 
     def registry(self) -> CollectorRegistry:
         """A new registry with these metrics."""
