@@ -40,6 +40,7 @@ from modulm.config import EngineConfig
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
 from modulm_route_grpc.descriptors import message
+from modulm_route_grpc.http_calls import HttpCalls
 from modulm_route_grpc.intake import message_limit
 from modulm_route_grpc.server import GrpcServer, _credentials
 from modulm_server.flags import ServerConfig
@@ -214,6 +215,27 @@ def test_clients_end_requests(client: Client, server: Live, router: Any) -> None
         url = "/inference/v1/abort_requests"
         assert http.post(url, json={"request_ids": ["mine"]}).status_code == 200
         assert http.post(url, json={}).status_code == 400
+
+
+def test_a_call_that_the_server_cancels_has_a_status(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grpcio sends none by itself: clients would wait until their own deadline."""
+
+    async def cancelled(*_: Any, **__: Any) -> Any:
+        raise asyncio.CancelledError
+
+    async def cancelled_stream(*_: Any, **__: Any) -> Any:
+        yield await cancelled()
+
+    monkeypatch.setattr(HttpCalls, "call", cancelled)
+    monkeypatch.setattr(HttpCalls, "stream", cancelled_stream)
+    request = client.message("GenerateRequest", text="Hello")
+    for call in (
+        lambda: client.call("vllm.Inference/Generate", request),
+        lambda: list(client.call("vllm.Inference/GenerateStream", request)),
+    ):
+        assert status_of(call)[0] is grpc.StatusCode.UNAVAILABLE
 
 
 def test_the_service_of_routers(router: Any, tokenizer: Tokenizer, server: Live) -> None:

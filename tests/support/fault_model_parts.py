@@ -29,6 +29,7 @@ from modulm.testing.checkpoints import make_tokenizer
 from modulm_server.app import Served, create_app
 from modulm_server.flags import ServerConfig
 from modulm_server.models import hosted_model
+from modulm_server.models import pool as model_pool
 from modulm_server.models.dispatch import Dispatched
 from modulm_server.models.hosted_model import HostedModel
 from modulm_server.scripted import ScriptedEngine
@@ -121,6 +122,8 @@ def _check(server: Several) -> None:
     answer = httpx.post(f"{server.live.url}{CHAT}", timeout=60, json={
         "model": "three", "messages": [{"role": "user", "content": "hi"}],
     })  # fmt: skip
+    if answer.status_code == 503 and server.pool.closing:  # its start was cancelled
+        return
     assert answer.is_success, answer.text
     assert server.pool._patrol is not None
     assert not server.pool._patrol.done() or server.pool._patrol.cancelled()
@@ -136,6 +139,7 @@ def several_models_in_one_server(folder: Path) -> None:
             "models_config": str(file), "models_dir": str(more), "memory_budget": 250,
             "load_comment_interval": 0.01, "server_dev_mode": True,
         }  # fmt: skip
+        patch.setattr(model_pool, "_LOOK_AGAIN", 0.0)
         with several_models(_tokenizer(), patch, **flags) as server:
             prepare = HostedModel.prepare
 

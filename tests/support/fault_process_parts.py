@@ -178,7 +178,7 @@ def a_process_that_decodes(folder: Path) -> None:
     answers = (folder / "answers").open("wb")
     own = SimpleNamespace(
         dup=lambda _: os.dup(answers.fileno()), dup2=lambda one, _: os.close(one), open=os.open,
-        fdopen=os.fdopen, devnull=os.devnull, O_WRONLY=os.O_WRONLY,
+        fdopen=os.fdopen, devnull=os.devnull, O_WRONLY=os.O_WRONLY, nice=_nothing,
     )  # fmt: skip
     given = SimpleNamespace(stdin=SimpleNamespace(buffer=io.BytesIO(b"")))
     with answers, _replaced(decode_worker, os=own, sys=given), _replaced(

@@ -13,6 +13,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,7 +227,7 @@ def _hearing(**more: Any) -> Any:
     )
     transcriber = SimpleNamespace(
         ask=lambda *_: SimpleNamespace(tokens=[1], sound=SimpleNamespace(seconds=1.0)),
-        read=lambda *_: (), aligns="token_embed", words=lambda *_: (),
+        read=lambda *_: (), aligns="token_embed", words=lambda *_: (), emits="",
         align=lambda *_: SimpleNamespace(tokens=[1], params={}),
     )  # fmt: skip
     pooled = SimpleNamespace(outputs=SimpleNamespace(data=None))
@@ -265,6 +266,32 @@ def words_of_speech(folder: Path) -> None:
     ):  # fmt: skip
         heard = asyncio.run(speech.Speech._hear(hearing, options, 0.0, sound))
     assert heard.tokens == 1
+
+
+@_part
+def speech_that_is_read_off_its_sound(folder: Path) -> None:
+    """By a model that does not generate, whole and as a stream, whose tasks have ended."""
+    hearing, sound = _hearing(), SimpleNamespace(seconds=1.0)
+    hearing.transcriber.emits = "token_classify"
+    hearing.transcriber.emitted = lambda *_: SimpleNamespace(segments=(), words=())
+    pooled = SimpleNamespace(outputs=SimpleNamespace(data=[0]))
+    hearing._generation.encode = _later(pooled)
+    for name in ("_hear", "_emitted"):
+        setattr(hearing, name, partial(getattr(speech.Speech, name), hearing))
+    options = speech.TranscriptionOptions(task_options=None, word_times=True)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        before = asyncio.all_tasks()
+        try:
+            await hearing._hear(options, 0.0, sound)
+            with suppress(RuntimeError):  # a piece that is cut off
+                deltas = await speech.Speech.stream(hearing, options, [(0.0, sound)])  # type: ignore[list-item]
+                await deltas.aclose()
+        finally:
+            left = asyncio.all_tasks() - before
+            await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), 30)
+
+    asyncio.run(main())
 
 
 @_part

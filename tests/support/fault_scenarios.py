@@ -26,13 +26,18 @@ from grpc_reflection.v1alpha import reflection_pb2
 from PIL import Image
 
 from modulm_media import MediaPrompt
+from modulm_media.flags import MediaConfig
 from modulm_media.messages import MediaSource
 from modulm_media.values import Media
 from modulm_route_adapters.flags import ServedAdaptersConfig
+from modulm_route_audio.family import Audio
 from modulm_route_grpc import descriptors
+from modulm_route_openai.spoken import SpokenAnswers, Voiced
 from modulm_server.media_service import RequestMedia
 from modulm_server.prompts import ChatOptions
+from modulm_server.speech_output import SpeechOutput
 from modulm_server.testing import Live
+from modulm_speakers.speaker import Speaker, Utterance
 
 __all__ = ["SCENARIOS", "Scenario"]
 
@@ -85,13 +90,14 @@ POSTS: dict[str, dict[str, Any]] = {
     "/v2/rerank": {"query": "a", "documents": ["b"]},
     "/tokenize": {"prompt": "a b"},
     "/detokenize": {"tokens": [5, 6]},
-    "/v1/completions/render": {"prompt": "a"},
-    f"{CHAT}/render": {"messages": TURN},
+    "/v1/completions/render": {"prompt": "a", "return_token_offsets": True},
+    f"{CHAT}/render": {"messages": TURN, "return_token_offsets": True},
     "/invocations": {"messages": TURN, "max_tokens": 1},
     "/pause": {},
     "/resume": {},
     "/sleep": {},
     "/wake_up": {},
+    "/release_kv_cache_memory": {},
     "/reset_prefix_cache": {},
     "/collective_rpc": {"method": "x"},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/none"},
@@ -293,11 +299,16 @@ def training(live: Live, http: httpx.Client) -> None:
     http.post("/start_weight_update", json={"partial": True})
     http.post("/update_weights", json={"update_info": {}})
     http.post("/finish_weight_update")
+    http.post("/finish_weight_update", json={"weight_version": 2})
     http.post("/shutdown_weight_transfer_engine")
     http.post("/update_weight_version", json={"weight_version": 1})
     http.get("/weight_info")
+    for action in ("checksum", "reset"):
+        http.post("/weight_checker", json={"action": action})
     http.post("/pause?mode=wait")
     http.post("/resume")
+    http.post("/sleep?mode=wait")
+    http.post("/wake_up")
 
 
 @_scenario
@@ -363,6 +374,7 @@ class ImageReader:
     """Puts images into prompts without a processor."""
 
     kinds, family = ("image",), SimpleNamespace(rate=16000, document=lambda *_: "[image]")
+    flags = MediaConfig()
 
     def cached(self, name: bytes, options: Any = None) -> None:
         """Return nothing: no image is remembered."""
@@ -410,6 +422,47 @@ def media(live: Live, http: httpx.Client) -> None:
             asyncio.run_coroutine_threadsafe(main(), live.loop).result(60)
     finally:
         del service.reader, service.extract
+
+
+class Voice(Speaker):
+    """Reads any text as the same two tokens."""
+
+    voices, speaks_answers = ("a",), True
+
+    def ask(self, text: str, voice: str, instructions: str = "") -> Utterance:
+        return Utterance(tokens=[5, 6])
+
+    def reply(self, answer: Any, voice: str) -> Utterance:
+        return Utterance(tokens=[5, 6])
+
+
+def _give_voice(output: SpeechOutput) -> None:
+    with suppress(AttributeError):  # its files are read by the first one
+        del output.speaker
+    output._speaker_class = Voice  # type: ignore[misc]
+
+
+@_scenario
+def texts_that_are_read_aloud(live: Live, http: httpx.Client) -> None:
+    (audio,) = (one for one in live.served.families if isinstance(one, Audio))
+    body = {"model": "M", "input": "hi", "max_new_tokens": 2}
+    _give_voice(audio.synthesis.output)
+    for more in ({}, {"response_format": "wav", "stream_format": "sse"}):
+        http.post("/v1/audio/speech", json={**body, **more})
+
+
+@_scenario
+def answers_that_are_spoken(live: Live, http: httpx.Client) -> None:
+    def read(answers: SpokenAnswers, body: Any) -> Voiced:
+        _give_voice(answers._output)
+        return Voiced("a", "pcm")
+
+    original, SpokenAnswers.read = SpokenAnswers.read, read  # type: ignore[method-assign]
+    try:
+        for stream in (False, True):
+            http.post(CHAT, json={"messages": TURN, "max_tokens": 2, "stream": stream})
+    finally:
+        SpokenAnswers.read = original  # type: ignore[method-assign]
 
 
 @_scenario

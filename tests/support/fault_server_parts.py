@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 from fastapi import APIRouter
-from fault_parts import PARTS, Part
+from fault_parts import FIRED, PARTS, Part
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -48,7 +49,7 @@ from modulm_route_files.batch import Batch
 from modulm_route_files.batch_store import BatchStore
 from modulm_route_files.slots import Slots
 from modulm_route_files.store import FileStore
-from modulm_route_grpc import descriptors
+from modulm_route_grpc import descriptors, intake
 from modulm_route_grpc import server as grpc_server
 from modulm_server import headless, isolated_routes, json_body, logs, request_guard, serve
 from modulm_server.api_keys import read_keys
@@ -58,7 +59,8 @@ from modulm_server.engine import adapters, heartbeat, replica_processes, spawn
 from modulm_server.engine.shared_experts import SharedExperts
 from modulm_server.flags import ServerConfig
 from modulm_server.key_limits import Usages
-from modulm_server.models import request_fields, settings
+from modulm_server.models import request_fields
+from modulm_server.models.library import ModelLibrary
 from modulm_server.output import Outlet, _unblock_pipe, forward
 from modulm_server.pacing import FairSemaphore
 from modulm_server.route import RouteContext, RouteFamily
@@ -260,15 +262,36 @@ def standard_output(folder: Path) -> None:
 
 
 @_part
+def models_in_a_folder(folder: Path) -> None:
+    """Nothing half-written is left, and a model that cannot be replaced stays."""
+    library = ModelLibrary(folder / "models")
+    for inner in ("one", "owner/two", "models--a--b/snapshots/1"):
+        (library.folder / inner).mkdir(parents=True)
+        (library.folder / inner / "config.json").write_text("{}")
+    (library.folder / "models--a--b/refs").mkdir()
+    (library.folder / "models--a--b/refs/main").write_text("1")
+    (library.folder / "four.gguf").write_bytes(b"x")
+    (library.folder / "five").symlink_to(library.folder / "one")
+    names = {"one", "owner/two", "a/b", "four", "five"}
+    try:
+        assert {name for name, _ in library.models()} == names
+        for source in ("one", "four", "new/three"):
+            library.add("new/three", {"seed": 1}, partial(library.copy_files, source))
+            names.add("new/three")
+        library.copy_files("new/three", folder)
+        for name in ("owner/two", "five"):
+            library.remove(name)
+            names.remove(name)
+    finally:
+        assert names - {"owner/two", "five"} <= {name for name, _ in library._paths()}
+        assert not list(library.folder.glob(".new-*"))
+
+
+@_part
 def files_that_a_start_reads(folder: Path) -> None:
     (folder / "log.json").write_text("{}")
     logs._read(str(folder / "log.json"))
-    for inner in ("one", "owner/two", "models--a--b/snapshots/1"):
-        (folder / inner).mkdir(parents=True)
-        (folder / inner / "config.json").write_text("{}")
-    (folder / "models--a--b/refs").mkdir()
-    (folder / "models--a--b/refs/main").write_text("1")
-    assert len(list(settings._checkpoints(folder))) == 3
+    (folder / "one").mkdir()
     (folder / "one" / "model.safetensors").write_bytes(b"weights")
     assert stored_bytes(folder) == 7
     file = str(folder / "log.json")
@@ -448,6 +471,8 @@ def a_batch_of_another_server(folder: Path) -> None:
 
         asyncio.run(main())
     assert found.status in ("cancelled", "failed")
+    assert FIRED[0]() or not list(path.parent.glob("*.lock"))
+    store.remove_leftovers()
     assert not list(path.parent.glob("*.lock"))
     with _replaced(batch_store, "_MAX_BATCHES", 0):
         store._forget_old()
@@ -660,6 +685,28 @@ def _certificate(folder: Path) -> tuple[str, str]:
     files[0].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     files[1].write_bytes(certificate.public_bytes(Encoding.PEM))
     return str(files[0]), str(files[1])
+
+
+@_part
+def a_message_of_a_call_that_is_cancelled(folder: Path) -> None:
+    """It is sent to its end."""
+    sent = []
+
+    async def write() -> None:
+        await asyncio.sleep(0.01)
+        sent.append(1)
+
+    async def main() -> BaseException:
+        sending = asyncio.ensure_future(intake._whole(write()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        sending.cancel()
+        (ended,) = await asyncio.gather(sending, return_exceptions=True)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})  # type: ignore[arg-type]
+        assert sent
+        return ended
+
+    assert isinstance(asyncio.run(main()), (OSError, asyncio.CancelledError))
 
 
 @_part

@@ -191,6 +191,9 @@ def _functions(value: Any, module: str, seen: set[int]) -> Iterator[FunctionType
         if value.__module__ == module:
             for item in list(vars(value).values()):
                 yield from _functions(item, module, seen)
+            found = getattr(vars(value).get("__getattr__"), "__globals__", {})
+            for item in found.get("cached_properties", {}).values():  # of attrs' slotted classes
+                yield from _functions(item, module, seen)
     elif isinstance(value, (staticmethod, classmethod)):
         yield from _functions(value.__func__, module, seen)
     elif isinstance(value, property):

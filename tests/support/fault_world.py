@@ -45,6 +45,7 @@ from modulm_server.io_processor import IOProcessor
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
 from modulm_tokenizers.tokenizer import load_tokenizer
+from modulm_weight_transfer import functions
 
 #: Modules whose parts are among `PARTS` too.
 MORE_PARTS = (
@@ -55,11 +56,22 @@ KEY = "the key"
 
 
 class Engine(ScriptedEngine):
-    """A scripted engine with weights, whose updates take two looks, and a profiler."""
+    """A scripted engine with weights, whose updates take two looks, a profiler, and sleep."""
 
     async def run_weights(self, operation: str, **arguments: Any) -> dict[str, Any]:
         state = {"weight_version": 0, "paused": arguments.get("mode")}
         return {**state, "busy": operation == "pause", "checking": operation == "update"}
+
+    async def collective_rpc(self, method: Any, *arguments: Any, **more: Any) -> list[Any]:
+        if method in (functions.compute_checksums, functions.reset_weights):
+            return [[None, {}]]
+        return await super().collective_rpc(method, *arguments, **more)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Do nothing."""
+
+    async def wake_up(self, tags: Any = None) -> None:
+        """Do nothing."""
 
     async def start_profile(self) -> None:
         """Do nothing."""
@@ -134,7 +146,8 @@ class World:
     def server(self) -> Iterator[tuple[Live, httpx.Client]]:
         config = self.config if self.grpc else self.config.with_(grpc_port=None)
         info = scripted_info(
-            self.tokenizer, config=config, parts={"adapters": {"slots": 2}},
+            self.tokenizer, config=config,
+            parts={"adapters": {"slots": 2}, "speech": {"rate": 24_000}},
             tasks=("generate", "embed", "classify", "score"), max_model_len=1 << 14,
             path=str(self.path),
         )  # fmt: skip

@@ -16,7 +16,7 @@ ELSEWHERE = {"--h11-max-incomplete-event-size": 1 << 16, "--h11-max-header-count
 def test_the_named_tests_exist() -> None:
     """Each row of the last table names test files, and perhaps functions of them."""
     rows = PAGE.read_text().partition("## Which test holds what")[2].splitlines()
-    headers = ("| promise", "| limit or failure")
+    headers = ("| promise", "| limit or failure", "| trust or threat")
     rows = [row for row in rows if row.startswith("| ") and not row.startswith(headers)]
     assert len(rows) > 15
     for row in rows:
@@ -55,6 +55,21 @@ def test_each_limit_and_failure_has_a_test() -> None:
     assert len(promises) > 40
     held = first_cells(sections["Which test holds what"].partition("| limit or failure |")[2])
     assert promises == held
+
+
+def test_all_who_are_trusted_and_each_threat_have_a_test() -> None:
+    """But for who may do everything, and what nothing protects from."""
+    text, promises = PAGE.read_text(), set()
+    for title, cell in (("Trust", 2), ("Plugins", 1)):
+        section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        rows = [row.strip("|").split("|") for row in section.splitlines() if row.startswith("| ")]
+        promises |= {
+            row[0].strip() for row in rows[1:]
+            if row[cell].strip() and not row[cell].strip().startswith("None")
+        }  # fmt: skip
+    table = text.partition("| trust or threat |")[2].partition("\n\n")[0]
+    assert len(promises) > 10
+    assert promises == first_cells(table)
 
 
 def test_flags_and_defaults() -> None:

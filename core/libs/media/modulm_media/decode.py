@@ -60,7 +60,8 @@ def decode_image(
         announce(3 * opened.width * opened.height)
         opened.load()
         white = (io or {}).get("rgba_background_color", (255, 255, 255))
-        return rgb(opened, tuple(white))
+        ImageOps.exif_transpose(opened, in_place=True)  # a copy would be as large again
+        return _without_alpha(opened, tuple(white))
     except UnidentifiedImageError as error:
         names = ", ".join(limits.formats or ("of any format",))
         raise Undecodable(f"it is not an image ({names}), or it is truncated") from error
@@ -72,7 +73,10 @@ def decode_image(
 
 def rgb(image: Image.Image, behind: tuple[int, ...] = (255, 255, 255)) -> Image.Image:
     """Convert to three channels, rotated upright by EXIF; transparent pixels show `behind`."""
-    image = ImageOps.exif_transpose(image)
+    return _without_alpha(ImageOps.exif_transpose(image), behind)
+
+
+def _without_alpha(image: Image.Image, behind: tuple[int, ...]) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I;16"):

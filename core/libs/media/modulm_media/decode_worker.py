@@ -30,6 +30,8 @@ __all__ = ["HEAD", "read_head", "write_head"]
 #: Format of the header's length, which precedes it.
 HEAD = struct.Struct("<Q")
 _LONGEST = 1 << 24
+#: Bytes of an image that are written at once.
+_STRIP = 1 << 22
 
 
 def write_head(pipe: IO[bytes], head: Mapping[str, Any]) -> None:
@@ -57,7 +59,7 @@ class _Refused(Undecodable):
 
 def _answer(
     question: Mapping[str, Any], data: bytes, replies: IO[bytes]
-) -> tuple[dict[str, Any], np.ndarray | None]:
+) -> tuple[dict[str, Any], np.ndarray | Image.Image | None]:
     """Decode one file. Returns (response header, numbers)."""
     settings = question["limits"]
     formats = None if settings["formats"] is None else tuple(settings["formats"])
@@ -81,7 +83,25 @@ def _answer(
     if isinstance(value, Video):
         metadata = asdict(value, filter=lambda field, _: field.name in ("fps", "total"))
         return {**metadata, "indices": value.frame_indices.tolist()}, value.frames
-    return {}, np.asarray(value)
+    return {}, value
+
+
+def _reply(question: Mapping[str, Any], data: bytes, replies: IO[bytes]) -> None:
+    """Decode one file and write the response. Nothing of it is kept."""
+    head, numbers = _answer(question, data, replies)
+    if numbers is None:
+        write_head(replies, head)
+    elif isinstance(numbers, Image.Image):  # piece by piece: a copy would be as large again
+        width, height = numbers.size
+        write_head(replies, {**head, "shape": (height, width, 3), "dtype": "|u1"})
+        rows = max(1, _STRIP // (3 * width))
+        for top in range(0, height, rows):
+            strip = numbers.crop((0, top, width, min(top + rows, height)))
+            replies.write(strip.tobytes())
+    else:
+        write_head(replies, {**head, "shape": numbers.shape, "dtype": numbers.dtype.str})
+        replies.write(np.ascontiguousarray(numbers).data)
+    replies.flush()
 
 
 def _serve(memory: int) -> None:
@@ -100,13 +120,8 @@ def _serve(memory: int) -> None:
         # The process ends by itself if its parent has died.
         most = math.ceil(time.process_time() + 4 * question["seconds"] + 1)
         resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
-        head, numbers = _answer(question, data, replies)
-        if numbers is None:
-            write_head(replies, head)
-        else:
-            write_head(replies, {**head, "shape": numbers.shape, "dtype": numbers.dtype.str})
-            replies.write(np.ascontiguousarray(numbers).data)
-        replies.flush()
+        _reply(question, data, replies)
+        data = b""
 
 
 if __name__ == "__main__":

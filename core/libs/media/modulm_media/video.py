@@ -63,6 +63,8 @@ _BY_NUMBER = {
     5: InterpolationMode.HAMMING,
 }
 _SMOOTH = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC, InterpolationMode.LANCZOS)
+#: Pixels of an image that are copied at once.
+_STRIP = 1 << 20
 
 
 def resize(
@@ -159,8 +161,19 @@ def to_pil_image(image: Tensor) -> Image:
 
 def pil_to_tensor(image: Image) -> Tensor:
     """[channels, height, width] of bytes."""
-    pixels = torch.from_numpy(np.array(image))
-    return pixels.view(*pixels.shape[:2], -1).permute(2, 0, 1)
+    width, height = image.size
+    rows = max(1, _STRIP // width)
+    # Piece by piece: Pillow makes two further copies of what becomes an array.
+    strips = (
+        image.crop((0, top, width, min(top + rows, height))) for top in range(0, height, rows)
+    )
+    first = np.array(next(strips))
+    whole = np.empty((height, *first.shape[1:]), first.dtype)
+    whole[:rows] = first
+    for number, strip in enumerate(strips, 1):
+        whole[number * rows : (number + 1) * rows] = strip
+    pixels = torch.from_numpy(whole)
+    return pixels.view(height, width, -1).permute(2, 0, 1)
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from modulm_server.engine.client import EngineClient
     from modulm_server.media_service import RequestMedia
 
-__all__ = ["GenerationService", "Running", "ServedModel", "merged"]
+__all__ = ["GenerationService", "Running", "ServedModel", "abandon", "merged"]
 
 #: Size of a tool in characters, and of work that is slow whatever its length.
 _TOOL, _SLOW = 256, 10_000
@@ -67,6 +67,8 @@ _MOST_TOKENS = 1 << 18
 _SYSTEM = ("system", "developer")
 #: Seconds without an error after which a request counts as accepted.
 _ACCEPTED = 1.0
+#: Tasks that abort generations.
+_ENDING: set[asyncio.Task[None]] = set()
 
 
 @frozen
@@ -465,6 +467,23 @@ def _tenant_keyword(caller: Caller | None) -> dict[str, Any]:
     if caller is None:
         return {}
     return {"tenant": Tenant(caller.key.owner, caller.key.weight)}
+
+
+def abandon(starting: Iterable[asyncio.Task[Running]]) -> None:
+    """Abort generations that start, or have started. It needs no turn of the caller, which may be
+    cancelled again.
+    """
+    for task in starting:
+        task.cancel()
+        task.add_done_callback(_abort)
+
+
+def _abort(started: asyncio.Task[Running]) -> None:
+    if started.cancelled() or started.exception() is not None:
+        return
+    ending = asyncio.ensure_future(started.result().aclose())
+    _ENDING.add(ending)
+    ending.add_done_callback(_ENDING.discard)
 
 
 class Running:

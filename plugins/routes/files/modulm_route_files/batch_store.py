@@ -331,7 +331,7 @@ class BatchStore:
             os.close(lock)
 
     def _unlock(self, identity: str, descriptor: int) -> None:
-        with suppress(OSError):
-            self._path(identity, "lock").unlink(missing_ok=True)
-            self._path(identity, "cancel").unlink(missing_ok=True)
+        for kind in ("lock", "cancel"):  # what stays is removed by the next start
+            with suppress(OSError):
+                self._path(identity, kind).unlink(missing_ok=True)
         os.close(descriptor)

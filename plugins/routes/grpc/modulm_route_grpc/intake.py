@@ -9,6 +9,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -34,6 +35,16 @@ _OPEN = (
 def message_limit(context_tokens: int, most: int) -> int:
     """Bytes of the largest message. most: of a body of HTTP."""
     return min(most, max(_LEAST, _BYTES_PER_TOKEN * context_tokens))
+
+
+async def _whole(write: Awaitable[None]) -> None:
+    """Send a message to its end, also if the call is cancelled: no status can follow a part."""
+    writing = asyncio.ensure_future(write)
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        raise
 
 
 class Intake(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -76,21 +87,27 @@ class Intake(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
             return decode(data or b"")
 
-        async def whole(raw: AsyncIterator[bytes], context: Any) -> Any:
-            return await inner(await request(raw, context), context)
+        async def answered(raw: AsyncIterator[bytes], context: Any) -> Any:
+            try:
+                given = await request(raw, context)
+                if not inspect.isasyncgenfunction(inner):
+                    return await inner(given, context)
+                async with aclosing(inner(given, context)) as responses:
+                    async for response in responses:
+                        await _whole(context.write(response))
+            except asyncio.CancelledError:
+                # grpcio sends no status then: a client that is still there would wait for ever.
+                if not context.done():
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server ended the call")
+                raise
+            return None
 
-        async def streamed(raw: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-            async for response in inner(await request(raw, context), context):
-                yield response
-
-        if not handler.response_streaming:
-            return grpc.stream_unary_rpc_method_handler(
-                whole, response_serializer=handler.response_serializer
-            )
-        return grpc.stream_stream_rpc_method_handler(
-            streamed if inspect.isasyncgenfunction(inner) else whole,
-            response_serializer=handler.response_serializer,
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
         )
+        return make(answered, response_serializer=handler.response_serializer)
 
     async def _take(self, raw: AsyncIterator[bytes], context: Any, is_open: bool) -> bytes | None:
         """The next message of a call, None after the last. Ends a call that may not send one."""

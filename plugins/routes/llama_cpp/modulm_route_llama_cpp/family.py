@@ -44,7 +44,7 @@ from modulm_server.auth import current_owner, may_use, usable_adapters
 from modulm_server.constraints import check_tools
 from modulm_server.errors import ApiError, error_body
 from modulm_server.flags import ServerConfig
-from modulm_server.generation import Running, merged
+from modulm_server.generation import Running, abandon, merged
 from modulm_server.json_body import bad_field, json_response, read, request_docs
 from modulm_server.openapi import response_docs
 from modulm_server.prompts import ChatOptions, Prompt
@@ -357,11 +357,7 @@ class LlamaCpp(RouteFamily):
             await asyncio.wait(tasks)
             return [task.result() for task in tasks]
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            for run in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(run, Running):
-                    await run.aclose()
+            abandon(tasks)
             raise
 
     async def _text(self, text: str | None, ids: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ from modulm_route_openai.answers import (
 )
 from modulm_server.constraints import requested_constraints, single_constraint
 from modulm_server.flags import ServerConfig
-from modulm_server.generation import Running, merged
+from modulm_server.generation import Running, abandon, merged
 from modulm_server.json_body import bad_field, convert, json_response
 from modulm_server.prompt_embeds import refuse_embeds
 from modulm_server.prompts import Prompt
@@ -226,11 +226,7 @@ class Completions:
             await asyncio.wait(tasks)
             return [task.result() for task in tasks]
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            for run in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(run, Running):
-                    await run.aclose()
+            abandon(tasks)
             raise
 
     async def _whole(self, job: _Job, runs: Sequence[Running]) -> Completion:
