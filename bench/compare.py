@@ -45,6 +45,7 @@ EARLIER = "before"
 UNITS = {
     "decode": "tokens/s, one stream",
     "prompt": "prompt tokens/s, 2,048 tokens",
+    "streams": "tokens/s, 16 streams",
     "batch": "output tokens/s, 32 of 256 + 128",
     "context": "tokens/s after 8,192 tokens",
     "prefix": "hit over miss, first token",
@@ -82,6 +83,11 @@ def bound(case: str, weights: str, size: dict[str, int], peaks: dict[str, float]
     read = (size["layers"] * bits + size["head"] * head_bits) / 8
     if case == "decode":
         return peaks["read"] * 1e9 / read
+    if case == "streams":
+        return min(
+            16 * peaks["read"] * 1e9 / read,
+            peaks["gemm"] * 1e9 / 2 / (size["layers"] + size["head"]),
+        )
     if case == "context":
         return peaks["read"] * 1e9 / (read + 8192 * size["cache"])
     if case == "prompt":

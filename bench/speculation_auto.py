@@ -13,7 +13,7 @@
 - `grammar`: replays of JSON with fixed keys, which a schema determines.
 - `steps`: the drafter alone is driven through the texts of `replay`, without a model, by a clock in
   which a token more than one costs 0.15 of a step (AVX2), in which 4 cost as much as one and 16 2.4
-  times that (cheap), or in which each costs 0.02 of a step (flat, where memory is the limit). Steps,
+  times that (cheap), or in which each costs 0.02 of a step (flat, where memory limits). Steps,
   tokens per step, and the gain by these clocks, of chains and of trees. In the last lines a
   drafter's first choice is right half of the time, its second in three of ten cases. The same on
   any machine.

@@ -26,8 +26,10 @@ VOCABULARY = 8000
 REPEATS = 3
 
 #: Maximum length and number of sequences of any case.
-LENGTHS = {"decode": 256, "prompt": 2112, "batch": 512, "context": 8448, "prefix": 2112}
-SEQUENCES = {"decode": 1, "prompt": 1, "batch": 32, "context": 1, "prefix": 1}
+LENGTHS = {
+    "decode": 256, "prompt": 2112, "streams": 256, "batch": 512, "context": 8448, "prefix": 2112,
+}  # fmt: skip
+SEQUENCES = {"decode": 1, "prompt": 1, "streams": 16, "batch": 32, "context": 1, "prefix": 1}
 LONGEST, MOST = max(LENGTHS.values()), max(SEQUENCES.values())
 
 
@@ -57,6 +59,17 @@ def decode(generate: Generate, prompts: Prompts, length: int = 32, new: int = 96
     return max(rates)
 
 
+def streams(generate: Generate, prompts: Prompts, new: int = 48) -> float:
+    """Tokens per second of 16 streams together, after prompts of 32 tokens."""
+    rates, count = [], SEQUENCES["streams"]
+    for _ in range(REPEATS):
+        asked = [prompts.one(32) for _ in range(count)]
+        generate(asked, 1)
+        took = seconds(generate, asked, new + 1) - seconds(generate, asked, 1)
+        rates.append(count * new / took)
+    return max(rates)
+
+
 def prompt(generate: Generate, prompts: Prompts, length: int = 2048) -> float:
     """Prompt tokens per second up to the first output token."""
     return max(length / seconds(generate, [prompts.one(length)], 1) for _ in range(REPEATS))
@@ -83,7 +96,10 @@ def prefix(generate: Generate, prompts: Prompts) -> float:
     return min(ratios)
 
 
-CASES = {"decode": decode, "prompt": prompt, "batch": batch, "context": context, "prefix": prefix}
+CASES = {
+    "decode": decode, "prompt": prompt, "streams": streams, "batch": batch, "context": context,
+    "prefix": prefix,
+}  # fmt: skip
 
 
 def main(load: Load) -> None:
