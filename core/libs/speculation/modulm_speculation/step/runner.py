@@ -101,8 +101,8 @@ class DraftRunner(PartRunner):
             self._ask(lambda drafter: drafter.release(row))
 
     def after(self, step: RanStep) -> dict[int, np.ndarray] | None:
-        """Return row -> drafts for its next step: what its grammar determines, or else what the
-        drafter proposes, up to the first token that the grammar forbids.
+        """Return row -> drafts for its next step: what its grammar determines, and what the drafter
+        proposes if it agrees, up to the first token that the grammar forbids.
         """
         context, plan = self._context, step.plan
         if self._shared is not None and not self._shared.group.first:
@@ -120,6 +120,8 @@ class DraftRunner(PartRunner):
             forced = context.sampler.forced(row)[: self._forced_limit(row, step.tokens[row])]
             if len(forced):
                 self._forced[row] = drafts[row] = forced
+                if len(tokens) > len(forced) and (tokens[: len(forced)] == forced).all():
+                    drafts[row] = context.sampler.legal(row, tokens)
             elif len(tokens) and len(legal := context.sampler.legal(row, tokens)):
                 drafts[row] = self._beside(row, legal, len(legal) == len(tokens))
         return drafts or None
