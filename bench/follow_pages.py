@@ -524,8 +524,8 @@ STEPS: dict[str, list[Step] | str] = {
     **{
         f"plugins-{kind}": [FRAGMENT]
         for kind in ("checkpoint", "executor", "loader", "logits-processor", "media", "parser",
-                     "resolver", "route", "scheduler", "stat-logger", "step-part", "tokenizer",
-                     "transcriber")
+                     "resolver", "route", "scheduler", "speaker", "stat-logger", "step-part",
+                     "tokenizer", "transcriber")
     },
     "plugins-isolation": [
         serve({"MODEL": "demo", "modulm-parser-foo": "modulm-parser-gigachat",
@@ -585,6 +585,7 @@ STEPS: dict[str, list[Step] | str] = {
         "not run: needs the drafter; tests/plugins/speculators has tiny ones",
         serve(),
     ],
+    "speech": ["test: tests/plugins/models/test_csm.py"] * 2,
     "structured-answers": [lambda folder, block, shown: with_demo(folder, block.text)],
     "testing-plugins": [
         NO_INDEX,

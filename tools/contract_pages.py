@@ -101,8 +101,9 @@ def page(kind: str) -> str:
     lines += ["## Changes", ""]
     for number, text in sorted(changes().get(kind, {}).items(), reverse=True):
         lines += textwrap.wrap(
-            f"- **{number}**: {text}", 100, subsequent_indent="  ", break_long_words=False
-        )
+            f"- **{number}**: {text}", 100, subsequent_indent="  ", break_long_words=False,
+            break_on_hyphens=False,  # links
+        )  # fmt: skip
     lines += ["- **1**: The first version.", "", _FOOT]
     return "\n".join(lines)
 

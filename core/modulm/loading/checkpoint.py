@@ -145,7 +145,7 @@ def _folder_or_hub(name: str, config: EngineConfig, plugins: PluginManager | Non
         choose = partial(defaults.choose_files, plugins, *parted)
         return download_part(parted[0], config, choose)
     hint = " of an object store (copy it to a folder first)" if "://" in name else ""
-    known = ", ".join(d.name for d in plugins.names("checkpoints")) if plugins else ""
+    known = plugins and ", ".join(d.name for d in plugins.names("checkpoints") if ":" not in d.name)
     raise CheckpointError(
         f"model {name!r}{hint} is neither a folder nor a hub id (owner/name, or owner/name:PART)"
         + (f" nor one of the installed models: {known}" if known else "")

@@ -425,6 +425,9 @@ def test_an_engine_on_an_event_loop(llama: Path) -> None:
             assert await engine.is_paused()
             await engine.resume_generation()
             assert not await engine.is_paused()
+            assert "generate" in await engine.get_supported_tasks()
+            await engine.reset_mm_cache()
+            await engine.wait_for_requests_to_drain(5)
             with pytest.raises(ValueError, match="weight-transfer-config"):
                 await engine.init_weight_transfer_engine({"init_info": {}})
         finally:

@@ -16,6 +16,7 @@ class IsolationConfig(FlagGroup):
     isolate: tuple[str, ...] = flag(
         (),
         "Packages of hooks, parsers, logits processors or routes that run in processes of their "
-        "own: NAME[:timeout=SECONDS][:memory=SIZE]. A call may take `timeout` seconds (default 5); "
+        "own: `NAME[:timeout=SECONDS][:memory=SIZE]`. A call may take `timeout` seconds (default "
+        "5); "
         "`memory`, such as 512MiB, is what the process may allocate. Repeatable.",
     )

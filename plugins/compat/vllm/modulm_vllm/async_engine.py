@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncLLMEngine", "UsageContext"]
 
+#: Seconds between two looks whether requests run.
+_LOOK = 0.05
+
 
 class UsageContext(StrEnum):
     """vLLM's usage contexts, which have no effect."""
@@ -194,6 +197,27 @@ class AsyncLLMEngine:
         """Clear the prefix cache."""
         return await self._engine.reset_prefix_cache()
 
+    async def reset_mm_cache(self) -> None:
+        """Clear the outputs of encoders, and with them the prefix cache."""
+        await self._engine.reset_prefix_cache()
+
+    async def reset_encoder_cache(self) -> None:
+        """Clear the outputs of encoders, and with them the prefix cache."""
+        await self._engine.reset_prefix_cache()
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model does: generate, embed, classify ..."""
+        return tuple(self._engine.info.tasks)
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Wait until no request runs. Raises TimeoutError after drain_timeout seconds."""
+        try:
+            async with asyncio.timeout(drain_timeout):
+                while self._engine.active:
+                    await asyncio.sleep(_LOOK)
+        except TimeoutError as error:
+            raise TimeoutError(f"requests still run after {drain_timeout} seconds") from error
+
     async def start_profile(self) -> None:
         """Start profiling the engine's steps (profiler_config)."""
         with as_vllm():
@@ -250,6 +274,11 @@ class AsyncLLMEngine:
         """Connect the workers to the trainer."""
         with as_vllm():
             await self._engine.init_weight_transfer_engine(request)
+
+    async def update_weight_version(self, weight_version: int) -> None:
+        """Set the version of the weights, for example to the trainer's step."""
+        with as_vllm():
+            await self._engine.update_weight_version(weight_version)
 
     async def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
         """Begin a weight update."""
