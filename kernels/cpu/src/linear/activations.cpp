@@ -93,8 +93,8 @@ struct Target {
         sums[0] = total(codes + (at - k), stop - at);
         sums[to.runs] = 0;
       }
-    // Of eight the even and the odd ones of each quad: 0, 2, 1, 3, 4, 6, 5, 7; in a packed lane, where
-    // quads are those of order_for_nibbles, 0, 1, 4, 5, 2, 3, 6, 7.
+    // Of eight the even and the odd ones of each quad: 0, 2, 1, 3, 4, 6, 5, 7; in a packed lane,
+    // where quads are those of order_for_nibbles, 0, 1, 4, 5, 2, 3, 6, 7.
     const v16 plain = {0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15};
     const v16 nibbles = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
     const v16 order = w.format == kWeightInt4 ? nibbles : plain;

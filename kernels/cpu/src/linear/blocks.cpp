@@ -234,8 +234,8 @@ inline void block_line(const int8_t* x, const uint32_t* b, const uint32_t* high,
 // One row of both digits: lines of a panel as they come from memory, all sums of a group in
 // registers.
 template <class Type, int Vectors>
-[[gnu::noinline]] void wide_block_row(const Weight& w, int64_t panel, const Activations& a, int64_t row,
-                           int column, float* sums) {
+[[gnu::noinline]] void wide_block_row(const Weight& w, int64_t panel, const Activations& a,
+                                      int64_t row, int column, float* sums) {
   constexpr int lines = Type::kGroup / 8;
   static_assert(!Type::kHighBits || Type::kShared == lines, "a group has one line of high bits");
   const int64_t width = w.width(panel);
@@ -365,8 +365,9 @@ inline void add_block(const SpreadBlocks& b, const vf (&part)[Rows][Vectors], co
 
 // Rows times Vectors * kLanes columns of one step.
 template <class Type, int Rows, int Vectors>
-[[gnu::noinline]] void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row, const int8_t* x,
-                       int64_t step, int column, Ahead& next, float* sums) {
+[[gnu::noinline]] void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row,
+                                  const int8_t* x, int64_t step, int column, Ahead& next,
+                                  float* sums) {
   constexpr int quads = Type::kGroup / 4, groups = kSpan / Type::kGroup;
   const int32_t* totals = totals_of<Type>(a, row, step);
   const int64_t stride = Form::stride(a);
@@ -419,8 +420,8 @@ inline void tiled_blocks(const SpreadBlocks& b, const Activations& a, int64_t ro
   alignas(64) int32_t dots[Type::kGroups * kIntegerRows * columns];
   for (int g = 0; g < Type::kGroups; g++) {
     QuadTiles q{a.at(row, step * kBlock + g * Type::kGroup), Activations::kBlockStride,
-                a.blocks * Activations::kBlockStride, b.codes + Form::place(g * Type::kGroup / 4, column), kPanel,
-                 Type::kGroup, 1, false};
+                a.blocks * Activations::kBlockStride,
+                b.codes + Form::place(g * Type::kGroup / 4, column), kPanel, Type::kGroup, 1, false};
     amx_quads<Vectors, false>(q, rows, dots + g * kIntegerRows * columns);
   }
   for (int r = 0; r < rows; r++) {

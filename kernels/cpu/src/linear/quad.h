@@ -46,7 +46,7 @@ inline __m512i hold_quad(const int8_t* p) {
   __asm__("" : "+v"(quad));
   return quad;
 }
-#elif defined(__AVX2__)
+#elif defined(__AVX512F__)
 constexpr bool kQuadsFromMemory = false;
 // Bytes 0 and 2, and bytes 1 and 3, as 16-bit pairs.
 struct Quad {
@@ -58,13 +58,8 @@ inline Quad load_quad(const int8_t* p) {
 }
 inline vi quad_dot(vi sum, vu codes, Quad quad) {
   vu even = codes & 0x00ff00ffu, odd = codes >> 8 & 0x00ff00ffu;
-#if defined(__AVX512F__)
   return sum + (vi)_mm512_madd_epi16((__m512i)even, _mm512_set1_epi32(quad.even)) +
          (vi)_mm512_madd_epi16((__m512i)odd, _mm512_set1_epi32(quad.odd));
-#else
-  return sum + (vi)_mm256_madd_epi16((__m256i)even, _mm256_set1_epi32(quad.even)) +
-         (vi)_mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32(quad.odd));
-#endif
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr bool kQuadsFromMemory = false;

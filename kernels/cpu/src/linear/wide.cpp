@@ -16,7 +16,8 @@ constexpr int64_t kFewWideRows = 2 * kWideRows;  // up to here codes are widened
 // Vectors * kLanes columns of a slice. row: counted in digits. Not inlined: in a larger function, not
 // all sums would be in registers.
 template <int Rows, int Vectors, Lying Kind>
-[[gnu::noinline]] void wide_tile(const Slice& s, const Activations& a, int64_t row, int column, float* sums) {
+[[gnu::noinline]] void wide_tile(const Slice& s, const Activations& a, int64_t row, int column,
+                                 float* sums) {
   constexpr int deep = 2 * pairs_of_line(Kind), portion = 32;
   const Weight& w = s.w;
   const int64_t ldb = Kind == kWidened ? kSquareLine : w.width(s.panel);

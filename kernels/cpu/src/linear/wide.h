@@ -1,8 +1,8 @@
 // Products of activations as numbers of 16 bits, where bytes have no product of their own (AVX2):
 // codes are widened to 16 bits anyway, so two digits cost no more than one.
 //
-// A row lies where two digits would, as pairs of 16 bits: of a quad of k first 0 and 2, then 1 and 3,
-// which is how bytes of codes become pairs by a mask and by a shift. Sums of a run fit in 32 bits,
+// A row lies where two digits would, as pairs of 16 bits: of a quad of k first 0 and 2, then 1 and
+// 3, which is how bytes of codes become pairs by a mask and by a shift. Sums of a run fit in 32 bits,
 // 256 * 255 * 32639 < 2^31.
 #pragma once
 
@@ -20,8 +20,8 @@ void wide_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row
 // The pairs of a line, in the order of the activations.
 constexpr int pairs_of_line(Lying kind) { return kind == kQuads || kind == kWidened ? 2 : 4; }
 
-// Codes of 16 bits lie in squares of 16 columns, [k / 4][2 pairs][16 columns][2]: many rows share the
-// work of widening. A step of a square and six rows of activations fit in a first-level cache.
+// Codes of 16 bits lie in squares of 16 columns, [k / 4][2 pairs][16 columns][2]: many rows share
+// the work of widening. A step of a square and six rows of activations fit in a first-level cache.
 constexpr int kSquareColumns = 2 * kLanes, kSquareLine = 2 * kSquareColumns;
 constexpr int64_t kSquare = kStep / 4 * kSquareLine;  // lanes
 
