@@ -117,11 +117,19 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, script: str, seconds: float = 300) -> None:
-        """Until the script is true."""
+        """Until the script is true; in between, another page may be loaded."""
         end = time.monotonic() + seconds
-        while not self.run(script):
+        while not self._holds(script):
             assert time.monotonic() < end, f"never: {script}: {self.run('document.body.innerText')}"
             time.sleep(0.03)
+
+    def _holds(self, script: str) -> bool:
+        try:
+            return bool(self.run(script))
+        except AssertionError as error:
+            if "navigated or closed" not in str(error):
+                raise
+            return False
 
     def open(self, url: str, *, clean: bool = True) -> None:
         """Load a page; `clean`: with nothing left of earlier ones."""
