@@ -374,7 +374,8 @@ def extras() -> dict[str, list[str]]:
         requirements[device] = [f"modulm[{device}-base,models]"]
     requirements |= {extra: _bounded(names) for extra, names in table["apart"].items()}
     whole = sorted([*devices, *table["apart"]])
-    requirements["all"] = [f"modulm[{','.join(whole)}]", *table["libraries"]["all"]]
+    requirements["all"] = [f"modulm[{','.join(whole)}]", *table["libraries"].pop("all")]
+    requirements |= table["libraries"]
     return requirements
 
 

@@ -31,6 +31,7 @@ from modulm_distributed.ring import Ring
 from modulm_distributed.rounds import Rounds
 from modulm_distributed.stream import FrameStream
 from modulm_distributed.tls import Connection, TlsSession, tls_contexts
+from modulm_downloads import headers
 from modulm_fleet.announce import Announcements, announce
 from modulm_fleet.placement import placement
 from modulm_kv_events import Settings
@@ -46,7 +47,7 @@ from modulm_media.fetch import Budget, from_base64
 from modulm_media.flags import MediaConfig
 from modulm_media.messages import MediaSource
 from modulm_media.opener import MediaOpener
-from modulm_memory import hub_headers, usage
+from modulm_memory import usage
 from modulm_plugin_lock import files, lock
 from modulm_structured_output import compile_process
 from modulm_tensor_files import beside
@@ -371,7 +372,7 @@ class Weights(SafetensorsFolder):
 
 @_part
 def headers_of_a_hub(folder: Path) -> None:
-    hub_headers._write(folder / "x", {"a": {"data_offsets": [0, 64]}})
+    headers.write_header(folder / "x", {"a": {"data_offsets": [0, 64]}})
     assert (folder / "x").stat().st_size > 64
     (folder / "model.safetensors").touch()
     index = {"weight_map": {"a": "model.safetensors"}}

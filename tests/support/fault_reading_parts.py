@@ -32,6 +32,7 @@ from modulm.config import EngineConfig
 from modulm.errors import ModulmError
 from modulm_distributed.collectives import Members
 from modulm_distributed.torch_group import Gloo
+from modulm_downloads import headers
 from modulm_mapped_weights import key
 from modulm_media import containers, decode, images, offline, processors, reader, video
 from modulm_media.fetch import Budget, from_base64
@@ -364,7 +365,7 @@ def a_model_of_the_hub(folder: Path) -> None:
     """Only its headers are fetched, unless it is in the cache."""
     name, commit = "nobody/nothing-of-this-name", "a" * 40
     config = EngineConfig.from_keywords(model=name, download_dir=str(folder))
-    with _replaced(hub_headers, _fetch=_nothing), hub_headers.headers_only(config) as there:
+    with _replaced(headers, _fetch=_nothing), hub_headers.headers_only(config) as there:
         assert there.model.model != name
     stored = folder / f"models--{name.replace('/', '--')}"
     (stored / "refs").mkdir(parents=True)
@@ -372,7 +373,7 @@ def a_model_of_the_hub(folder: Path) -> None:
     (stored / "snapshots" / commit).mkdir(parents=True)
     index = stored / "snapshots" / commit / "model.safetensors.index.json"
     index.write_text('{"weight_map": {}}')
-    assert hub_headers._is_cached(config)
+    assert headers._is_cached(config)
 
 
 @_part

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from modulm.contracts.quantization import CheckpointInfo
 
-__all__ = ["API", "Checkpoint", "NamedCheckpoint"]
+__all__ = ["API", "Checkpoint", "NamedCheckpoint", "WantedFiles"]
 
 API = 2
 
@@ -38,6 +38,24 @@ class Checkpoint:
     def architectures(self) -> tuple[str, ...]:
         """All architectures that config.json lists, best first."""
         return tuple(self.config["architectures"])
+
+
+@frozen
+class WantedFiles:
+    """Which files of a checkpoint to download (hook `modulm_fetch_checkpoint`).
+
+    patterns: of paths below the checkpoint's folder (`fnmatch`). fallback: patterns that are added
+    if there are no safetensors files in that folder. choose: for the repository and part of
+    `repository:PART` and a list of paths, returns those of the part, the one to open first; raises
+    CheckpointError. headers_in: an empty folder. If set, a source may write the small files and
+    safetensors files without their data (sparse) into it, instead of downloading weights, and
+    return it.
+    """
+
+    patterns: tuple[str, ...]
+    fallback: tuple[str, ...]
+    choose: Callable[[str, str, Sequence[str]], Sequence[str]]
+    headers_in: Path | None = None
 
 
 class NamedCheckpoint(ABC):

@@ -81,7 +81,8 @@ class CompletionOutput:
     far; None without speculative decoding. weight_versions: of a finished output, (version of the
     weights, first token, end) of each range of its tokens that one version generated. arrays: what
     step parts computed for the tokens, by name, such as the "samples" of a model that speaks; only
-    those of new tokens in a delta stream.
+    those of new tokens in a delta stream. sampling_mask: for each token, the ids that it was drawn
+    from (`--return-sampling-mask`).
     """
 
     index: int
@@ -95,6 +96,7 @@ class CompletionOutput:
     spec_decode_metrics: SpecDecodeMetrics | None = None
     arrays: Mapping[str, Any] | None = None
     weight_versions: Sequence[tuple[int, int, int]] = ()
+    sampling_mask: list[list[int]] | None = None
 
     def finished(self) -> bool:
         """Whether the output is complete."""

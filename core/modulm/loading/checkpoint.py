@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from modulm.contracts.checkpoint import Checkpoint
 from modulm.contracts.pooling import PoolingRecipe
 from modulm.contracts.quantization import CheckpointInfo
 from modulm.errors import CheckpointError, PluginError, PluginNotFound
-from modulm.loading.hub import download, download_part, is_hub_id, split_part
+from modulm.loading.sources import fetch
 from modulm.loading.unsupported import folder_kind, weights_hint
 from modulm.plugins import defaults
 
@@ -35,7 +34,7 @@ def open_checkpoint(config: EngineConfig, plugins: PluginManager) -> Checkpoint:
     file, stored, generation = path / "config.json", None, None
     quantization: Mapping[str, object] = {}
     if config.model.hf_config_path is not None:
-        file = _folder_or_hub(config.model.hf_config_path, config) / "config.json"
+        file = _find_or_fetch(config.model.hf_config_path, config, plugins) / "config.json"
         quantization = (
             open_loader(config, path, plugins).driver.quantization() if path.is_file() else {}
         )
@@ -120,9 +119,9 @@ def _locate(config: EngineConfig, plugins: PluginManager) -> Path:
     try:
         model = plugins.load("checkpoints", name)
     except PluginNotFound:
-        return _folder_or_hub(name, config, plugins)
+        return _find_or_fetch(name, config, plugins, _tokenizer_files(plugins))
     source = model.source()
-    return source if isinstance(source, Path) else _folder_or_hub(str(source), config)
+    return source if isinstance(source, Path) else _find_or_fetch(str(source), config, plugins)
 
 
 def _tokenizer_files(plugins: PluginManager) -> tuple[str, ...]:
@@ -136,18 +135,16 @@ def _tokenizer_files(plugins: PluginManager) -> tuple[str, ...]:
     return tuple(files)
 
 
-def _folder_or_hub(name: str, config: EngineConfig, plugins: PluginManager | None = None) -> Path:
-    if (path := Path(name).expanduser()).exists():
-        return path
-    if is_hub_id(name):
-        return download(name, config, _tokenizer_files(plugins) if plugins else ())
-    if plugins is not None and (parted := split_part(name)) is not None:
-        choose = partial(defaults.choose_files, plugins, *parted)
-        return download_part(parted[0], config, choose)
-    hint = " of an object store (copy it to a folder first)" if "://" in name else ""
-    known = plugins and ", ".join(d.name for d in plugins.names("checkpoints") if ":" not in d.name)
+def _find_or_fetch(
+    name: str, config: EngineConfig, plugins: PluginManager, more: tuple[str, ...] = ()
+) -> Path:
+    path = Path(name).expanduser()
+    found = path if path.exists() else fetch(name, config, plugins, more)
+    if found is not None:
+        return found
+    known = ", ".join(d.name for d in plugins.names("checkpoints") if ":" not in d.name)
     raise CheckpointError(
-        f"model {name!r}{hint} is neither a folder nor a hub id (owner/name, or owner/name:PART)"
+        f"model {name!r} is neither a folder nor a hub id (owner/name, or owner/name:PART)"
         + (f" nor one of the installed models: {known}" if known else "")
     )
 

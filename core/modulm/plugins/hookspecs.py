@@ -17,8 +17,11 @@ import pluggy
 from modulm.plugins.declaration import Check, Choice, Declaration, Proposal
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from modulm.contracts.adapter import AdapterBank
     from modulm.contracts.attention import AttentionSpec
+    from modulm.contracts.checkpoint import WantedFiles
     from modulm.contracts.drafter import Drafter
     from modulm.contracts.kernels import Ops
     from modulm.contracts.platform import Platform, Probe
@@ -32,10 +35,11 @@ __all__ = [
     "modulm_attention", "modulm_choose_attention", "modulm_choose_model", "modulm_choose_parser",
     "modulm_choose_platform", "modulm_choose_quantization", "modulm_config_final",
     "modulm_config_proposals", "modulm_doctor_checks", "modulm_drafter", "modulm_engine_failed",
-    "modulm_engine_started", "modulm_engine_stopping", "modulm_logits_steps", "modulm_model_built",
-    "modulm_model_loaded", "modulm_models", "modulm_parsers", "modulm_platforms", "modulm_pooling",
-    "modulm_quantization", "modulm_report_header", "modulm_request_admitted",
-    "modulm_request_finished", "modulm_request_listeners", "modulm_step_finished",
+    "modulm_engine_started", "modulm_engine_stopping", "modulm_fetch_checkpoint",
+    "modulm_logits_steps", "modulm_model_built", "modulm_model_loaded", "modulm_models",
+    "modulm_parsers", "modulm_platforms", "modulm_pooling", "modulm_quantization",
+    "modulm_report_header", "modulm_request_admitted", "modulm_request_finished",
+    "modulm_request_listeners", "modulm_step_finished",
 ]  # fmt: skip
 
 #: Hooks in which an exception stops the operation.
@@ -45,6 +49,7 @@ STOPPING = frozenset(
         "modulm_app_created",
         "modulm_config_final",
         "modulm_drafter",
+        "modulm_fetch_checkpoint",
         "modulm_model_built",
         "modulm_model_loaded",
         "modulm_pooling",
@@ -149,6 +154,18 @@ def modulm_pooling(checkpoint: Any, config: Any) -> PoolingRecipe | None:
     `checkpoint` is a `modulm.contracts.checkpoint.Checkpoint` (its folder in `path`, config.json in
     `config`), `config` the EngineConfig. First result. Called when an engine starts, unless
     `--runner generate` is set; read no weights here. Raising stops the start.
+    """
+
+
+@hookspec(firstresult=True)
+def modulm_fetch_checkpoint(name: str, config: Any, files: WantedFiles) -> Path | None:
+    """Download a checkpoint, an adapter or a tokenizer and return its folder (or file).
+
+    `name` is what the user wrote, such as `owner/name` or `s3://bucket/folder`; it is not a local
+    path. `config` is the EngineConfig (`revision`, `download_dir`, `ignore_patterns`), `files` a
+    `modulm.contracts.checkpoint.WantedFiles`. Return None for names of other sources. First result.
+    Called in every process that opens the checkpoint, so a second call should find everything in a
+    local cache. Raising stops the start.
     """
 
 

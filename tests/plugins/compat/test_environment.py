@@ -25,7 +25,7 @@ TEXTS = {
     "VLLM_API_KEY": ("secret", ("secret",)),
 }
 SWITCHES = ("ALLOW_RUNTIME_LORA_UPDATING", "BATCH_INVARIANT", "MEDIA_URL_ALLOW_REDIRECTS",
-            "SERVER_DEV_MODE")  # fmt: skip
+            "SERVER_DEV_MODE", "USE_MODELSCOPE")  # fmt: skip
 
 
 @pytest.fixture

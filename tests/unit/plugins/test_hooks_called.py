@@ -16,6 +16,8 @@ from modulm.contracts.pooling import PoolingRecipe, TextRules
 from modulm.contracts.request_listener import RequestListener
 from modulm.contracts.sampling import LogitsProcessor
 from modulm.errors import ConfigError, EngineDead, EngineError
+from modulm.loading import open_checkpoint
+from modulm.loading.sources import tokenizer_path
 from modulm.plugins import Check, Choice, Declaration, PluginManager, current, hookimpl
 from modulm.plugins.manager import using
 from modulm.testing.checkpoints import make_tiny
@@ -50,6 +52,8 @@ class Watcher:
 
     def __init__(self) -> None:
         self.events: Told = []
+        #: What a download of a checkpoint gives.
+        self.folder: Path | None = None
 
     def names(self) -> list[str]:
         return [name for name, _ in self.events]
@@ -91,6 +95,11 @@ class Watcher:
             max_length=16,
             texts=texts,
         )
+
+    @hookimpl
+    def modulm_fetch_checkpoint(self, name: str, config: Any, files: Any) -> Path | None:
+        self.note("fetch_checkpoint", name=name, config=config, files=files)
+        return self.folder
 
     @hookimpl
     def modulm_config_final(self, config: Any) -> None:
@@ -219,6 +228,16 @@ def test_a_recipe_for_pooling(watcher: Watcher, checkpoint: Path) -> None:
     vectors = tokens.outputs.data
     assert vectors.shape == (len(ids), 3)
     assert doubled.outputs.embedding == pytest.approx(vectors.mean(0).tolist(), abs=1e-4)
+
+
+def test_a_checkpoint_of_a_plugin(watcher: Watcher, checkpoint: Path) -> None:
+    watcher.folder = checkpoint
+    config = EngineConfig.from_keywords(model="shelf://tiny", tokenizer="shelf://words")
+    assert open_checkpoint(config, current()).path == checkpoint
+    assert tokenizer_path(config, "") == str(checkpoint)
+    asked = [facts for name, facts in watcher.events if name == "fetch_checkpoint"]
+    assert [facts["name"] for facts in asked] == ["shelf://tiny", "shelf://words"]
+    assert ["*.safetensors" in facts["files"].patterns for facts in asked] == [True, False]
 
 
 def test_who_asks_for_text_gets_no_recipe(watcher: Watcher, checkpoint: Path) -> None:

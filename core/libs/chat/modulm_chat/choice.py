@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modulm.contracts.decision import Decision
+from modulm.loading.sources import tokenizer_path
 from modulm.plugins.defaults import choose_tokenizer
 from modulm_tokenizers.tokenizer import tokenizer_settings
 
@@ -25,7 +26,7 @@ def chat_decisions(
 
     chat_template: `--chat-template`. Raises PluginNotFound for an unknown `--tokenizer-mode`.
     """
-    folder = Path(config.model.tokenizer or path)
+    folder = Path(tokenizer_path(config, path))
     if config.model.skip_tokenizer_init or not folder.is_dir():
         return []
     settings = tokenizer_settings(folder)

@@ -14,6 +14,7 @@ from attrs import evolve, frozen
 
 from modulm.contracts.media import MediaItem
 from modulm.errors import CheckpointError, PluginNotFound, RequestError
+from modulm.loading.sources import tokenizer_path
 from modulm_media.cache import ProcessedCache
 from modulm_media.family import MediaFamily, Processed
 from modulm_media.flags import MediaConfig
@@ -100,7 +101,7 @@ class MediaReader:
         config = {**_table(path, "generation_config.json"), **_table(path, "config.json")}
         if self._family_class.reads_text:
             return self._family_class(None, config)
-        tokenizer = model.tokenizer or path
+        tokenizer = tokenizer_path(self._info.config, path)
         processor = load_processor(self._opens, path, tokenizer, model.trust_remote_code)
         family = self._family_class(processor, config)
         family.video_pruning_rate = self.flags.video_pruning_rate or 0.0

@@ -1,103 +1,37 @@
-"""Checkpoints of a hub without their weights: small files, and the headers of safetensors files."""
+"""Checkpoints that are elsewhere, without their weights: small files, and headers of weights."""
 
 from __future__ import annotations
 
-import json
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modulm.errors import CheckpointError
-from modulm.loading.hub import explained, is_hub_id
+from modulm.loading.sources import fetch
 
 if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
 
 __all__ = ["headers_only"]
 
-_SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-_WEIGHTS = ".safetensors"
-
 
 @contextmanager
 def headers_only(config: EngineConfig) -> Iterator[EngineConfig]:
     """Yield a configuration whose `--model` can be opened without downloading weights.
 
-    For a hub id that is not in the local cache, this is a temporary folder with the repository's
-    small files, and safetensors files that have a header but no data (they are sparse). Raises
-    CheckpointError if the hub cannot be reached or the weights have another format.
+    For a name that a source of checkpoints knows and whose weights are not in the local cache, this
+    is a temporary folder with the small files, and safetensors files that have a header but no data
+    (they are sparse). Raises CheckpointError if the source cannot be reached or the weights have
+    another format.
     """
     name = config.model.model
-    if Path(name).expanduser().exists() or not is_hub_id(name) or _is_cached(config):
+    if Path(name).expanduser().exists():
         yield config
         return
     with tempfile.TemporaryDirectory(prefix="modulm-headers-") as folder:
-        with explained(name, config):
-            _fetch(config, Path(folder))
-        yield config.with_parts({"model": folder, "served_model_name": (name,)})
-
-
-def _is_cached(config: EngineConfig) -> bool:
-    """Whether all weight files are in the local cache."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = Path(
-            snapshot_download(
-                config.model.model,
-                revision=config.model.revision,
-                cache_dir=config.load.download_dir,
-                local_files_only=True,
-            )
-        )
-    except (LocalEntryNotFoundError, OSError, ValueError):
-        return False
-    index = folder / f"model{_WEIGHTS}.index.json"
-    if index.exists():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return all((folder / file).exists() for file in files)
-    return any(folder.glob(f"*{_WEIGHTS}"))
-
-
-def _fetch(config: EngineConfig, folder: Path) -> None:
-    """Download the small files, and write a file with the header of each weight file."""
-    from huggingface_hub import HfApi, snapshot_download
-
-    name, revision = config.model.model, config.model.revision
-    token = config.model.hf_token
-    hub = HfApi(token=token)
-    snapshot_download(
-        name, revision=revision, token=token, allow_patterns=list(_SMALL), local_dir=folder
-    )
-    files = hub.list_repo_files(name, revision=revision)
-    weights = [file for file in files if file.endswith(_WEIGHTS) and "/" not in file]
-    if not weights:
-        raise CheckpointError(
-            f"model {name!r} has no safetensors files, whose headers can be read alone; download "
-            f"it (modulm pull {name}) and run this again"
-        )
-    for file in weights:
-        header = hub.parse_safetensors_file_metadata(name, file, revision=revision)
-        tensors = {
-            tensor: {
-                "dtype": info.dtype,
-                "shape": list(info.shape),
-                "data_offsets": list(info.data_offsets),
-            }
-            for tensor, info in header.tensors.items()
-        }
-        _write(folder / file, {"__metadata__": dict(header.metadata), **tensors})
-
-
-def _write(file: Path, header: dict[str, object]) -> None:
-    """Write a safetensors file without data. The file is as long as the whole one, but sparse."""
-    text = json.dumps(header).encode()
-    end = max((info["data_offsets"][1] for name, info in header.items()  # type: ignore[index]
-               if name != "__metadata__"), default=0)  # fmt: skip
-    with file.open("wb") as target:
-        target.write(struct.pack("<Q", len(text)) + text)
-        target.truncate(8 + len(text) + end)
+        path = fetch(name, config, headers_in=Path(folder))
+        if path is None or not path.is_relative_to(folder):
+            yield config
+        else:
+            yield config.with_parts({"model": folder, "served_model_name": (name,)})

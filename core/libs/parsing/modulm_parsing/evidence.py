@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from modulm.loading import stored_tokenizer
+from modulm.loading.sources import tokenizer_path
 from modulm_tokenizers.tokenizer import chat_templates, tokenizer_settings
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def evidence_of(config: EngineConfig, checkpoint: Checkpoint) -> Evidence:
 
     Raises CheckpointError for unreadable files, ConfigError for that flag.
     """
-    folder = Path(config.model.tokenizer or checkpoint.path)
+    folder = Path(tokenizer_path(config, checkpoint.path))
     stored = None if config.model.tokenizer else stored_tokenizer(config, checkpoint.path)
     settings = tokenizer_settings(folder) if stored is None else stored.settings
     head = _head(folder / "tokenizer.json") if stored is None else stored.tokenizer[:_HEAD]

@@ -136,12 +136,13 @@ def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
     Raises as `load_tokenizer` does.
     """
     from modulm.loading.checkpoint import stored_tokenizer
+    from modulm.loading.sources import tokenizer_path
 
     model = config.model
     if model.skip_tokenizer_init:
         return None
     return load_tokenizer(
-        model.tokenizer or path,
+        tokenizer_path(config, path),
         model.tokenizer_mode,
         model.tokenizer_revision if model.tokenizer else None,
         model.trust_remote_code,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from modulm.loading.hub import download, is_hub_id
+from modulm.loading.sources import download
 from modulm_adapter_resolver_hub.flags import AdapterHubConfig
 from modulm_adapters.resolver import AdapterResolver
+from modulm_downloads import is_hub_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -102,6 +102,7 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_SERVER_DEV_MODE": Variable("server_dev_mode", _switch, True),
     "VLLM_TARGET_DEVICE": Variable("device", _device),
     "VLLM_TORCH_PROFILER_DIR": Variable("profiler_config", _profiler),
+    "VLLM_USE_MODELSCOPE": Variable("use_modelscope", _switch),
     "VLLM_VIDEO_FETCH_TIMEOUT": Variable("video_fetch_timeout", _number),
 }
 

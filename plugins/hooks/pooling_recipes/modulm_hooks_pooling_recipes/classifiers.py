@@ -14,6 +14,7 @@ from attrs import field, frozen
 from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.loading import stored_tokenizer
+from modulm.loading.sources import tokenizer_path
 from modulm_hooks_pooling_recipes.files import read_object
 from modulm_hooks_pooling_recipes.sentence import SentenceModule
 from modulm_tokenizers.tokenizer import load_tokenizer
@@ -104,7 +105,7 @@ def _from_module(module: SentenceModule, tokenizer: Tokenizer) -> Classifier:
 def _tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
     model = config.model
     return load_tokenizer(
-        model.tokenizer or checkpoint.path,
+        tokenizer_path(config, checkpoint.path),
         model.tokenizer_mode,
         model.tokenizer_revision if model.tokenizer else None,
         model.trust_remote_code,

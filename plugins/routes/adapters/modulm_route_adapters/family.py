@@ -15,7 +15,7 @@ from msgspec import Struct
 from starlette.responses import PlainTextResponse, Response
 
 from modulm.errors import CheckpointError, ConfigError, NotFound, RequestError
-from modulm.loading.hub import download, is_hub_id
+from modulm.loading.sources import fetch
 from modulm.plugins import manager
 from modulm_adapters.places import inside, name_fault, read_modules
 from modulm_route_adapters.flags import ServedAdaptersConfig
@@ -117,9 +117,9 @@ class Adapters(RouteFamily):
         for module in read_modules([*(self._flags.lora_modules or ()), *entries]):
             try:
                 path, root = Path(module.path), None
-                if not path.exists() and is_hub_id(module.path):
-                    root = module.path
-                    path = download(root, config.with_(revision=None))
+                if not path.exists():
+                    path = fetch(module.path, config.with_(revision=None)) or path
+                    root = module.path if path.exists() else None
                 adapter = Adapter(module.name, str(path), module.parent, root)
                 if engine.adapters.get(adapter.name) != adapter:
                     engine.load_adapter(adapter).result()

@@ -18,6 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2 as common
 
 import modulm
+from modulm.loading.sources import tokenizer_path
 from modulm_route_grpc.http_calls import Call, CallFailed, HttpCalls
 from modulm_route_grpc.inference import (
     check_entries,
@@ -246,7 +247,7 @@ class VllmEngine:
     async def GetTokenizer(self, request: Any, call: Call) -> AsyncIterator[Any]:  # noqa: N802
         """The files of the tokenizer as a zip archive, in pieces."""
         await self._names(call)
-        path = Path(self._context.config.model.tokenizer or self._context.engine.info.path)
+        path = Path(tokenizer_path(self._context.config, self._context.engine.info.path))
         if self._archive is None or (self._archive.done() and self._archive.exception()):
             self._archive = asyncio.ensure_future(asyncio.to_thread(_archive, path))
         data, digest = await asyncio.shield(self._archive)

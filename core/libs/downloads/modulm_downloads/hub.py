@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from modulm.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from modulm.contracts.checkpoint import WantedFiles
     from modulm.contracts.config import EngineConfig
 
 __all__ = ["download", "download_part", "explained", "is_hub_id", "split_part"]
@@ -20,10 +21,6 @@ __all__ = ["download", "download_part", "explained", "is_hub_id", "split_part"]
 log = logging.getLogger("modulm")
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-#: Files of every checkpoint, with weights in formats that cannot hold code.
-_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.tiktoken")
-#: Weights of repositories that have no other format.
-_OLDER_WEIGHTS = ("pytorch_model*.bin", "adapter_model.bin")
 
 
 def is_hub_id(name: str) -> bool:
@@ -37,33 +34,34 @@ def split_part(name: str) -> tuple[str, str] | None:
     return (repository, part) if colon and part and is_hub_id(repository) else None
 
 
-def download(name: str, config: EngineConfig, wanted: tuple[str, ...] = ()) -> Path:
+def download(name: str, config: EngineConfig, files: WantedFiles) -> Path:
     """Return the folder of a hub checkpoint in the local cache; downloads it if needed.
 
-    wanted: patterns of additional files. Raises CheckpointError if the model does not exist, access
-    is denied, or the hub cannot be reached and nothing is cached.
+    Raises CheckpointError if the model does not exist, access is denied, or the hub cannot be
+    reached and nothing is cached.
     """
     with explained(name, config):
-        code = ("*.py",) if config.model.trust_remote_code else ()
-        folder = _files(name, config, (*_FILES, *wanted, *code))
-        if not any(folder.glob("*.safetensors")):
-            _files(name, config, _OLDER_WEIGHTS)
+        folder = _files(name, config, files.patterns)
+        if files.fallback and not any(folder.glob("*.safetensors")):
+            _files(name, config, files.fallback)
     if config.model.revision != folder.name:
         log.info("model %s is at commit %s; use --revision to pin it", name, folder.name)
     return folder
 
 
-def download_part(
-    name: str, config: EngineConfig, choose: Callable[[Sequence[str]], Sequence[str]]
-) -> Path:
-    """Download the files that `choose` selects from a repository's files; return the first one's
-    path.
+def download_part(name: str, config: EngineConfig, files: WantedFiles) -> Path | None:
+    """Download the files that a loader selects for `owner/name:PART`; return the first one's path,
+    or None for a name of another form.
 
     Raises CheckpointError as `download` does.
     """
-    with explained(name, config):
-        files = choose(_listed(name, config))
-        return _files(name, config, tuple(map(escape, files))) / files[0]
+    parted = split_part(name)
+    if parted is None:
+        return None
+    repository, part = parted
+    with explained(repository, config):
+        chosen = files.choose(repository, part, _listed(repository, config))
+        return _files(repository, config, tuple(map(escape, chosen))) / chosen[0]
 
 
 def _listed(name: str, config: EngineConfig) -> list[str]:

@@ -1,0 +1,1 @@
+"""A line in the log for each step."""
