@@ -101,6 +101,15 @@ def test_turns_can_be_chained(client: openai.OpenAI, live: Live) -> None:
         client.responses.retrieve(first.id)
 
 
+def test_clients_may_choose_the_id(client: openai.OpenAI) -> None:
+    chosen = {"request_id": "mine-1"}
+    answer = client.responses.create(model="M", input="hi", extra_body=chosen)
+    assert answer.id == "mine-1"
+    assert client.responses.retrieve("mine-1").output_text == answer.output_text
+    with pytest.raises(openai.BadRequestError, match="request_id: a response has this id"):
+        client.responses.create(model="M", input="hi", extra_body=chosen)
+
+
 def test_what_is_not_stored_is_gone(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="M", input="hi", store=False)
     with pytest.raises(openai.NotFoundError):

@@ -8,6 +8,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from tests.media.checkpoint import write_llava
 
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
@@ -34,6 +36,7 @@ from modulm_command_bench.media_samples import RandomMedia
 from modulm_command_bench.plots import frontier, pareto_point
 from modulm_command_bench.recorded import RecordedOptions, hub_rows, prompt_of
 from modulm_command_bench.samples import Recipe, Sample, make_samples
+from modulm_command_bench.sweep import explored
 from modulm_tokenizers.tokenizer import load_tokenizer
 
 
@@ -61,6 +64,10 @@ class Scripted:
             Route("/v1/completions", self.answer, methods=["POST"]),
             Route("/v1/chat/completions", self.answer, methods=["POST"]),
             Route("/v1/rerank", self.whole, methods=["POST"]),
+            Route("/v1/embeddings", self.whole, methods=["POST"]),
+            Route("/embeddings", self.whole, methods=["POST"]),
+            Route("/pooling", self.whole, methods=["POST"]),
+            Route("/v1/responses", self.events, methods=["POST"]),
             Route("/v1/audio/transcriptions", self.whole, methods=["POST"]),
             Route("/splits", self.splits),
             Route("/rows", self.rows),
@@ -75,6 +82,18 @@ class Scripted:
                 self.bodies.append(dict(form.items()))
                 self.bodies[-1]["file"] = await form["file"].read()  # type: ignore[union-attr]
         return JSONResponse({})
+
+    async def events(self, request: Request) -> Response:
+        """As `/v1/responses` streams."""
+        self.bodies.append(await request.json())
+        usage = {"input_tokens": 5, "output_tokens": 2}
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": {"error": None}},
+            *[{"type": "response.output_text.delta", "delta": "x"}] * 2,
+            {"type": "response.completed", "response": {"usage": usage}},
+        ]
+        pieces = (f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
+        return StreamingResponse(pieces, media_type="text/event-stream")
 
     async def splits(self, request: Request) -> Response:
         """As the Hub's dataset viewer answers."""
@@ -475,6 +494,85 @@ def test_other_apis(scripted: tuple[Scripted, str], checkpoint: Path, tmp_path: 
     ):
         result = CliRunner().invoke(command, ["serve", *flags, *common])
         assert words in result.output
+
+
+def test_vectors_and_responses(
+    scripted: tuple[Scripted, str], checkpoint: Path, tmp_path: Path
+) -> None:
+    """The requests that vLLM's client sends for the same backends."""
+
+    def body(backend: str, *flags: str) -> dict[str, Any]:
+        saved = tmp_path / "result.json"
+        arguments = [
+            "serve", "--backend", backend, "--base-url", scripted[1], "--tokenizer",
+            str(checkpoint), "--num-prompts", "1", "--random-input-len", "5", "--disable-tqdm",
+            "--random-output-len", "2", "--save-result", "--result-filename", str(saved), *flags,
+        ]  # fmt: skip
+        result = CliRunner().invoke(command, arguments)
+        assert result.exit_code == 0, result.output
+        assert json.loads(saved.read_text())["completed"] == 1
+        return scripted[0].bodies[-1]
+
+    sizes = ["--random-mm-bucket-config", "{(8, 8, 1): 1}"]
+    images = ["--dataset-name", "random-mm", *sizes]
+    assert len(body("vllm-pooling")["input"]) == 5
+    assert isinstance(body("infinity-embeddings")["input"][0], str)
+    image = body("infinity-embeddings-clip", *images)
+    assert (image["modality"], image["input"][0][:11]) == ("image", "data:image/")
+    text = body("openai-embeddings-chat")["messages"][0]
+    assert text["role"] == "user"
+    kinds = {
+        backend: [part["type"] for part in body(backend, *images)["messages"][0]["content"]]
+        for backend in (f"openai-embeddings-{name}" for name in ("chat", "clip", "vlm2vec"))
+    }
+    assert list(kinds.values()) == [["text", "image_url"], ["image_url"], ["image_url", "text"]]
+    asked = body("openai-responses")
+    assert (asked["max_output_tokens"], asked["stream"]) == (2, True)
+    parts = body("openai-responses", *images)["input"][0]["content"]
+    assert [part["type"] for part in parts] == ["input_text", "input_image"]
+
+
+def test_a_sweep_finds_its_loads() -> None:
+    """The first two runs are the ends; Little's law says how many requests ran at a time."""
+
+    def values(variable: str, *ends: tuple[float, float]) -> list[dict[str, Any]]:
+        runs = explored(variable, 4, 100)
+        asked = [next(runs)]
+        results = iter([{"request_throughput": r, "mean_e2el_ms": ms} for r, ms in ends])
+        with suppress(StopIteration):
+            while True:
+                asked.append(runs.send(next(results, {})))
+        return asked
+
+    assert values("request_rate", (2.5, 400), (12.5, 8000)) == [
+        {"max_concurrency": 1}, {"max_concurrency": 100}, {"request_rate": 6.0},
+        {"request_rate": 9.0},
+    ]  # fmt: skip
+    assert values("max_concurrency", (2.5, 400), (12.5, 8000))[2:] == [
+        {"max_concurrency": 34}, {"max_concurrency": 67}
+    ]  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_stages_of_images(tmp_path: Path) -> None:
+    folder = write_llava(tmp_path / "llava")
+    saved = tmp_path / "stages.json"
+    arguments = [
+        "mm-processor", "--model", str(folder), "--num-prompts", "2", "--num-warmups", "1",
+        "--input-len", "4", "--random-mm-bucket-config", "{(32, 32, 1): 1}", "--max-model-len",
+        "128", "--output-json", str(saved), "--disable-tqdm",
+    ]  # fmt: skip
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    times = json.loads(saved.read_text())
+    assert times["num_prompts"] == 2
+    for stage in ("decode_secs", "process_secs", "total_secs"):
+        assert 0 < times[f"median_{stage}"] <= times[f"p99_{stage}"]
+        assert stage in result.output
+    text = make_tiny(tmp_path / "text")
+    result = CliRunner().invoke(command, ["mm-processor", "--model", str(text)])
+    assert result.exit_code != 0
+    assert "takes no images, audio or video" in result.output
 
 
 def test_a_sweep_goes_on_where_it_ended(

@@ -1,10 +1,23 @@
-"""The flags of the profiler."""
+"""The flags of outputs and of the profiler."""
 
 from __future__ import annotations
 
 from modulm.contracts.flags import FlagGroup, flag, flag_group
 
-__all__ = ["ProfilerConfig"]
+__all__ = ["OutputConfig", "ProfilerConfig"]
+
+
+@flag_group
+class OutputConfig(FlagGroup):
+    """What outputs have besides tokens and text."""
+
+    title = "Outputs"
+
+    return_sampling_mask: bool = flag(
+        False,
+        "Return the tokens that each token was drawn from, after top-k, top-p and min-p. Needs "
+        "--logprobs-mode processed_logprobs, and temperature and top_k above 0 in requests.",
+    )
 
 
 @flag_group

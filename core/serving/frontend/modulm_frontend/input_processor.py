@@ -17,9 +17,10 @@ from modulm.contracts.outputs import Position, RequestOutput
 from modulm.contracts.pooler import PairContent, PoolingInputs, PoolingJob
 from modulm.contracts.requests import Finish, PromptLike, Reason, Request
 from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
-from modulm.errors import EngineError, RequestError
+from modulm.errors import ConfigError, EngineError, RequestError
 from modulm.loading.pooling import open_pooler
 from modulm_frontend.beam_search import BeamSearch, BeamSearchParams
+from modulm_frontend.flags import OutputConfig
 from modulm_frontend.output_processor import RequestState
 from modulm_frontend.prompt_embeds import check_embeds, embedded_prompt
 from modulm_frontend.prompt_media import (
@@ -36,6 +37,7 @@ from modulm_frontend.validation import (
     check,
     check_pooling,
     check_prompt,
+    masked_params,
     truncated,
 )
 from modulm_media import Media, MediaReader
@@ -152,6 +154,10 @@ class InputProcessor:
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
+        self._masked = info.config.group(OutputConfig).return_sampling_mask
+        if self._masked and info.config.model.logprobs_mode != "processed_logprobs":
+            message = "needs --logprobs-mode processed_logprobs, which knows what is left to draw"
+            raise ConfigError("return_sampling_mask", message)
         if tokenizer is not None and len(tokenizer) > info.vocabulary:
             log.warning(
                 "The tokenizer has %d ids and the model %d. Prompts with larger ids are rejected.",
@@ -409,6 +415,9 @@ class InputProcessor:
         bad = self._bad_words(params)
         state = self._state(text, ids, params, request_id, count, common["adapter"])
         state.keep, state.ranks_only = params.n, ranks
+        if self._masked:
+            params = masked_params(params)
+            state.mask()
         if count > 1 and self.info.config.cache.enable_prefix_caching is False:
             # The choices share the prompt with one another only.
             common = {**common, "salt": f"{common['salt'] or ''}#{request_id}"}

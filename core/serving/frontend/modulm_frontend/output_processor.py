@@ -62,6 +62,8 @@ class Choice:
         self.reason: str | None = None
         self.stop: int | str | None = None
         self.drafted: DraftMetrics | None = None
+        #: For each token, the ids that it was drawn from, if they are returned.
+        self.masks: list[list[int]] | None = None
         self._arrays: list[Mapping[str, np.ndarray]] = []
         #: (version of the weights, number of tokens before it).
         self._versions: list[tuple[int, int]] = []
@@ -93,6 +95,10 @@ class Choice:
         ended it now.
         """
         self.tokens.append(token)
+        if logprobs is not None and self.masks is not None:
+            self.masks.append(_support(logprobs))
+            if self._params.logprobs != -1:
+                logprobs = _first(logprobs, self._params.logprobs or 0)
         if logprobs is not None and self.logprobs is not None:
             self._add_logprobs(token, logprobs)
         by_token = finish is not None and finish.reason == "stop"
@@ -131,6 +137,7 @@ class Choice:
             None if self.logprobs is None else self.logprobs[:], self.reason, self.stop,
             spec_decode_metrics=self.drafted, weight_versions=self._version_ranges(),
             arrays=_joined(self._arrays),
+            sampling_mask=None if self.masks is None else self.masks[:],
         )  # fmt: skip
 
     def delta(self) -> CompletionOutput | None:
@@ -144,7 +151,7 @@ class Choice:
             self.index, "".join(self._pieces[pieces:]), self.tokens[tokens:], self.cumulative,
             None if self.logprobs is None else self.logprobs[tokens:], self.reason, self.stop,
             spec_decode_metrics=self.drafted, weight_versions=self._version_ranges(),
-            arrays=arrays,
+            arrays=arrays, sampling_mask=None if self.masks is None else self.masks[tokens:],
         )  # fmt: skip
 
     def note_weights(self, version: int) -> None:
@@ -181,6 +188,19 @@ class Choice:
         self.cumulative += float(entry.values[0])
 
 
+def _support(entry: RowLogprobs) -> list[int]:
+    """The tokens that top-k, top-p and min-p left, from log probabilities after these filters; the
+    sampled token, which comes first, is one of the best.
+    """
+    ids: list[int] = entry.ids[1:][np.isfinite(entry.values[1:])].tolist()
+    return ids
+
+
+def _first(entry: RowLogprobs, count: int) -> RowLogprobs:
+    """The sampled token and the `count` best ones."""
+    return RowLogprobs(entry.ids[: count + 1], entry.values[: count + 1], entry.rank)
+
+
 def _joined(arrays: Sequence[Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray] | None:
     """Arrays of several steps, joined along the first axis by name; None without any."""
     if len(arrays) < 2:
@@ -214,6 +234,7 @@ class RequestState:
     adapter's name. drafts: maximum number of draft tokens per step. fresh: tokens since the last
     `take`. streamed: whether anything was taken; end_taken: whether the end was. error: why the
     request could not run; `take` raises it. interval: `SamplingParams.stream_interval`, or 1.
+    masked: outputs have `sampling_mask`.
     """
 
     id: str
@@ -241,6 +262,7 @@ class RequestState:
     loaded: int = 0
     error: Exception | None = None
     interval: int = field(init=False, default=1)
+    masked: bool = False
     _weight_version: int | None = field(init=False, default=None)
     _prompt_logprobs: list[Position | None] | None = None
     _pooled: np.ndarray | None = None
@@ -260,11 +282,20 @@ class RequestState:
         self.choices = [
             Choice(index, context, params, self.tokenizer) for index in range(len(self.ids))
         ]
+        if self.masked:
+            for choice in self.choices:
+                choice.masks = []
         if self.drafts:
             for choice in self.choices:
                 choice.drafted = DraftMetrics(self.drafts)
         if self._weight_version is not None:
             self.note_weights(self._weight_version)
+
+    def mask(self) -> None:
+        """Return the tokens that each token was drawn from."""
+        self.masked = True
+        for choice in self.choices:
+            choice.masks = []
 
     def note_weights(self, version: int) -> None:
         """Record the version of the weights that generate the request's tokens from now on."""

@@ -37,6 +37,7 @@ __all__ = [
     "check_ids",
     "check_pooling",
     "check_prompt",
+    "masked_params",
     "problem",
     "truncated",
 ]
@@ -111,6 +112,22 @@ def check(
         top_k=0 if params.top_k == -1 else min(params.top_k, vocabulary),
         max_tokens=_room(params, max_model_len, prompt_len),
     )
+
+
+def masked_params(params: SamplingParams) -> SamplingParams:
+    """Return parameters with as many log probabilities as `--return-sampling-mask` needs.
+
+    Raises RequestError for requests whose masks would be too large, as in vLLM.
+    """
+    if params.greedy:
+        raise RequestError("temperature: must be above 0 for sampling masks", "temperature")
+    if params.top_k <= 0:
+        raise RequestError("top_k: must be above 0 for sampling masks, to bound them", "top_k")
+    if params.logprob_token_ids:
+        raise RequestError("logprob_token_ids: not with sampling masks", "logprob_token_ids")
+    if params.logprobs == -1:
+        return params
+    return params.with_(logprobs=max(params.logprobs or 0, params.top_k))
 
 
 def _check_samplers(params: SamplingParams, processors: Sequence[type[LogitsProcessor]]) -> None:

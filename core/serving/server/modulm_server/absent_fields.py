@@ -52,7 +52,6 @@ RESPONSES = Absent(
     },
     no_effect={
         **_SESSION,
-        "request_id": "the header X-Request-Id is logged",
         "prompt_cache_options": "all prefixes are cached",
     },
 )

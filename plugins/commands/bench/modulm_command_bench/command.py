@@ -10,6 +10,7 @@ from modulm.errors import ConfigError
 from modulm_cli import FlagCommand, print_notices
 from modulm_command_bench.dataset_options import dataset_options
 from modulm_command_bench.engine_commands import mm_processor, startup
+from modulm_command_bench.load_options import metrics_of, percentiles_of, schedule_of
 from modulm_command_bench.result_commands import compare, plot
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from modulm.config.sources import Draft
 
-__all__ = ["command", "percentiles_of"]
+__all__ = ["command"]
 
 _DATASETS = (
     "random", "sharegpt", "sonnet", "burstgpt", "prefix_repetition", "custom", "hf", "spec_bench",
@@ -25,7 +26,10 @@ _DATASETS = (
 )  # fmt: skip
 _SERVED = (*_DATASETS, "random-mm", "random-rerank", "custom_mm", "custom_image", "custom_audio")
 _BACKENDS = (
-    "modulm", "vllm", "openai", "openai-chat", "openai-embeddings", "openai-audio", "vllm-rerank",
+    "modulm", "vllm", "openai", "openai-chat", "openai-responses", "openai-embeddings",
+    "openai-embeddings-chat", "openai-embeddings-clip", "openai-embeddings-vlm2vec",
+    "infinity-embeddings", "infinity-embeddings-clip", "openai-audio", "vllm-pooling",
+    "vllm-rerank",
 )  # fmt: skip
 _METRICS = "ttft,tpot,itl"
 
@@ -421,7 +425,7 @@ def serve(**options: Any) -> None:
     from modulm_command_bench.serve import bench, save_result
 
     result = bench(
-        _settings(options), _recipe(_lengths(options), options["seed"]), _schedule(options)
+        _settings(options), _recipe(_lengths(options), options["seed"]), schedule_of(options)
     )
     if options["save_result"] or options["append_result"]:
         save_result(
@@ -473,7 +477,7 @@ def _settings(options: dict[str, Any]) -> Any:
         sampling={name: options[name] for name in names},
         ignore_eos=options["ignore_eos"],
         max_concurrency=options["max_concurrency"],
-        metrics=_metrics(options["percentile_metrics"]),
+        metrics=metrics_of(options["percentile_metrics"]),
         percentiles=percentiles_of(options["metric_percentiles"]),
         goodput=options["goodput"],
         warmups=options["num_warmups"],
@@ -482,48 +486,6 @@ def _settings(options: dict[str, Any]) -> Any:
         label=options["label"],
         metadata=options["metadata"],
         detailed=options["save_detailed"],
-    )
-
-
-def _metrics(text: str) -> list[str]:
-    from modulm_command_bench.figures import METRICS
-
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in METRICS]
-    if unknown:
-        raise click.UsageError(f"--percentile-metrics {unknown[0]}: use {', '.join(METRICS)}")
-    return names
-
-
-def percentiles_of(text: str) -> list[float]:
-    """Read --metric-percentiles. Raises click.UsageError."""
-    try:
-        values = [float(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise click.UsageError(f"--metric-percentiles {text}: write numbers, 50,99") from error
-    if any(not 0 <= value <= 100 for value in values):
-        raise click.UsageError(f"--metric-percentiles {text}: between 0 and 100")
-    return values
-
-
-def _schedule(options: dict[str, Any]) -> Any:
-    from modulm_command_bench.load import Schedule
-
-    ramp, start, end = (
-        options["ramp_up_strategy"], options["ramp_up_start_rps"], options["ramp_up_end_rps"],
-    )  # fmt: skip
-    if ramp is not None and not (start and end and start > 0 and end > 0):
-        raise click.UsageError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
-    if options["request_rate"] <= 0 or options["burstiness"] <= 0:
-        raise click.UsageError("--request-rate and --burstiness are above 0")
-    return Schedule(
-        rate=options["request_rate"],
-        burstiness=options["burstiness"],
-        ramp=ramp,
-        start_rate=start or 1.0,
-        end_rate=end or 1.0,
-        recorded=options["replay_times"] or options["dataset_name"] == "timed_trace",
-        seed=options["seed"],
     )
 
 
@@ -537,6 +499,18 @@ _SWEPT = frozenset(
 @click.option("--concurrencies", metavar="N,N", help="Run with each of these --max-concurrency.")
 @click.option("--request-rates", metavar="R,R", help="Run with each of these --request-rate.")
 @click.option(
+    "--workload-iters",
+    type=click.IntRange(min=2),
+    help="Find the loads: one request at a time, all at once, and this many in all between.",
+)
+@click.option(
+    "--workload-var",
+    type=click.Choice(["request_rate", "max_concurrency"]),
+    default="request_rate",
+    show_default=True,
+    help="What --workload-iters varies.",
+)
+@click.option(
     "-o",
     "--output-dir",
     default="sweep",
@@ -547,6 +521,8 @@ _SWEPT = frozenset(
 def sweep(
     concurrencies: str | None,
     request_rates: str | None,
+    workload_iters: int | None,
+    workload_var: str,
     output_dir: str,
     resume: bool,
     **options: Any,
@@ -555,14 +531,21 @@ def sweep(
     from pathlib import Path
 
     from modulm_command_bench.serve import bench
-    from modulm_command_bench.sweep import loads
+    from modulm_command_bench.sweep import explored, loads
     from modulm_command_bench.sweep import sweep as measure_all
 
     def measure(run: Mapping[str, Any]) -> dict[str, Any]:
         flags = {"max_concurrency": None, "request_rate": float("inf"), **options, **run}
-        return bench(_settings(flags), _recipe(_lengths(flags), flags["seed"]), _schedule(flags))
+        return bench(_settings(flags), _recipe(_lengths(flags), flags["seed"]), schedule_of(flags))
 
-    measure_all(loads(concurrencies, request_rates), measure, Path(output_dir), resume=resume)
+    if workload_iters is None:
+        runs: Any = loads(concurrencies, request_rates)
+    elif concurrencies or request_rates:
+        raise click.UsageError("--workload-iters finds the loads: leave the lists of loads out")
+    else:
+        options["percentile_metrics"] += ",e2el" * ("e2el" not in options["percentile_metrics"])
+        runs = explored(workload_var, workload_iters, options["num_prompts"])
+    measure_all(runs, measure, Path(output_dir), resume=resume)
 
 
 _sweep = command.command("sweep", cls=_ListCommand)(sweep)

@@ -70,8 +70,8 @@ def startup(draft: Draft, **options: Any) -> None:
 @media_options
 def mm_processor(draft: Draft, **options: Any) -> None:
     """Measure how long media take: decoding, the model's processor, and the encoder."""
-    from modulm_command_bench.command import percentiles_of
     from modulm_command_bench.figures import save
+    from modulm_command_bench.load_options import percentiles_of
     from modulm_command_bench.media_samples import random_media
     from modulm_command_bench.processing import measure_processor
     from modulm_command_bench.recorded import RecordedOptions

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import httpx
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from modulm_command_bench.figures import Timed
 from modulm_command_bench.samples import Sample
@@ -26,12 +26,24 @@ BACKENDS = {
     "modulm": "/v1/completions",
     "openai": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
+    "openai-responses": "/v1/responses",
     "openai-embeddings": "/v1/embeddings",
+    "openai-embeddings-chat": "/v1/embeddings",
+    "openai-embeddings-clip": "/v1/embeddings",
+    "openai-embeddings-vlm2vec": "/v1/embeddings",
+    "infinity-embeddings": "/embeddings",
+    "infinity-embeddings-clip": "/embeddings",
     "openai-audio": "/v1/audio/transcriptions",
+    "vllm-pooling": "/pooling",
     "vllm-rerank": "/v1/rerank",
 }
+#: Ends of paths whose responses are read as a whole.
+_WHOLE = ("/embeddings", "/pooling", "/rerank", "/transcriptions")
+#: Ends of backends' names that embed messages, which may have media.
+_CHATTED = ("-chat", "-clip", "-vlm2vec")
 
-
+#: Events of `/v1/responses` that end a stream.
+_LAST_EVENTS = ("response.completed", "response.incomplete")
 #: Connections time out, responses do not.
 _TIMEOUT = httpx.Timeout(None, connect=60.0)
 
@@ -46,26 +58,53 @@ class Target:
     headers: Mapping[str, str]
     extra: Mapping[str, Any]
     ignore_eos: bool = False
+    backend: str = "openai"
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether prompts are sent as messages, so that they need text and may have media."""
+        if self.path.endswith("/embeddings"):
+            return self.backend.endswith(_CHATTED)
+        return self.path.endswith(("/chat/completions", "/responses"))
 
     def body(self, sample: Sample) -> dict[str, Any]:
         """Build the request for a sample."""
         body: dict[str, Any] = {"model": sample.model or self.model}
-        if self.path.endswith("/embeddings"):
-            return {**body, "input": sample.text or list(sample.ids), **self.extra}
+        if self.path.endswith(("/embeddings", "/pooling")):
+            return {**body, **self._embedded(sample), **self.extra}
         if self.path.endswith("/rerank"):
             return {**body, "query": sample.text, "documents": sample.documents, **self.extra}
-        body |= {"max_tokens": sample.output_len, "stream": True, "temperature": 0.0}
-        body["stream_options"] = {"include_usage": True}
+        body |= {"stream": True, "temperature": 0.0}
+        if self.path.endswith("/responses"):
+            body |= {"max_output_tokens": sample.output_len, "input": _responses_input(sample)}
+            return {**body, **({"ignore_eos": True} if self.ignore_eos else {}), **self.extra}
+        body |= {"max_tokens": sample.output_len, "stream_options": {"include_usage": True}}
         if self.path.endswith("/chat/completions"):
-            text = [{"type": "text", "text": sample.text}]
-            content: Any = [*text, *sample.media] if sample.media else sample.text
-            content = list(sample.content) or content
-            body["messages"] = [{"role": "user", "content": content}]
+            body["messages"] = [{"role": "user", "content": _content(sample)}]
         else:
             body["prompt"] = sample.text or list(sample.ids)
         if self.ignore_eos:
             body["ignore_eos"] = True
         return {**body, **self.extra}
+
+    def _embedded(self, sample: Sample) -> dict[str, Any]:
+        """The fields of a request for vectors with the prompt."""
+        if self.backend.startswith("infinity"):
+            parts = [part for part in sample.media if "image_url" in part]
+            if parts and self.backend.endswith("-clip"):
+                return {"input": [parts[0]["image_url"]["url"]], "modality": "image"}
+            return {"input": [sample.text], "modality": "text"}
+        if not self.takes_messages:
+            return {"input": sample.text or list(sample.ids)}
+        text: str | None = sample.text
+        if sample.media and self.backend.endswith("-clip"):
+            text = None  # one tower embeds either images or text
+        elif sample.media and self.backend.endswith("-vlm2vec"):
+            text = "Represent the given image."
+        content: Any = _content(evolve(sample, text=text))
+        if self.backend.endswith("-vlm2vec") and isinstance(content, list):
+            content = sorted(content, key=lambda part: part["type"] == "text")
+        return {"messages": [{"role": "user", "content": content}]}
 
 
 @frozen(kw_only=True)
@@ -139,6 +178,26 @@ async def run(
         return list(done), perf_counter() - start
 
 
+def _content(sample: Sample) -> Any:
+    """The content of a chat message: a text, or parts if there are media."""
+    text = [] if sample.text is None else [{"type": "text", "text": sample.text}]
+    return list(sample.content) or ([*text, *sample.media] if sample.media else sample.text)
+
+
+def _responses_input(sample: Sample) -> Any:
+    """The content of a message for `/v1/responses`, whose parts have other names."""
+    content = _content(sample)
+    if isinstance(content, str):
+        return content
+    parts = [
+        {"type": "input_text", "text": part["text"]}
+        if part["type"] == "text"
+        else {"type": "input_image", "image_url": part["image_url"]["url"]}
+        for part in content
+    ]
+    return [{"role": "user", "content": parts}]
+
+
 def _form(target: Target, sample: Sample) -> dict[str, Any]:
     """Build the form of a transcription: the sample's sound as a file, and the model."""
     (url,) = [part["audio_url"]["url"] for part in sample.media if "audio_url" in part]
@@ -159,7 +218,7 @@ async def _send(client: httpx.AsyncClient, target: Target, sample: Sample) -> Ti
             if answer.is_error:
                 text = (await answer.aread()).decode("utf-8", errors="replace")
                 return Timed(sample.input_len, error=f"{answer.status_code}: {text[:200]}")
-            if target.path.endswith(("/embeddings", "/rerank", "/transcriptions")):
+            if target.path.endswith(_WHOLE):
                 await answer.aread()
                 seconds = perf_counter() - start
                 return Timed(sample.input_len, ttft=seconds, latency=seconds)
@@ -182,9 +241,15 @@ async def _listen(lines: AsyncIterator[str], start: float, sample: Sample) -> Ti
             whole = True
             break
         chunk = json.loads(data)
-        if "error" in chunk:
+        if chunk.get("error"):
             return Timed(sample.input_len, error=str(chunk["error"])[:200])
         usage = chunk.get("usage") or usage
+        if chunk.get("type") in _LAST_EVENTS:
+            stated = chunk["response"].get("usage") or {}
+            usage = {"prompt_tokens": stated.get("input_tokens", sample.input_len),
+                     "completion_tokens": stated.get("output_tokens", len(marks))}  # fmt: skip
+            whole = True
+            break
         text = _text(chunk)
         if text is not None:
             marks.append(perf_counter())
@@ -204,6 +269,8 @@ async def _listen(lines: AsyncIterator[str], start: float, sample: Sample) -> Ti
 
 def _text(chunk: Mapping[str, Any]) -> str | None:
     """The text of a chunk; None for one without text (role, usage)."""
+    if str(chunk.get("type", "")).endswith(".delta"):
+        return str(chunk.get("delta") or "")
     for choice in chunk.get("choices", ()):
         if "delta" not in choice:
             return str(choice.get("text") or "")

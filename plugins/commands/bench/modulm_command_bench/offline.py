@@ -170,7 +170,7 @@ def _tokenizer(config: EngineConfig) -> Any:
     from modulm.plugins import current
     from modulm_tokenizers.tokenizer import open_tokenizer
 
-    path = config.model.tokenizer or str(open_checkpoint(config, current()).path)
+    path = "" if config.model.tokenizer else str(open_checkpoint(config, current()).path)
     return open_tokenizer(config, path)
 
 

@@ -60,10 +60,12 @@ def bench(settings: Settings, recipe: Recipe, schedule: Schedule) -> dict[str, A
     _wait_ready(settings)
     target = _target(settings)
     samples = make_samples(recipe, _tokenizer(settings, target.model))
-    if target.path.endswith("/chat/completions"):
+    if target.takes_messages or settings.backend.startswith("infinity"):
         samples = _with_text(samples, _tokenizer(settings, target.model))
     elif any(s.media or s.content for s in samples) and not target.path.endswith("/transcriptions"):
-        raise click.UsageError(f"--dataset-name {recipe.name} needs --backend openai-chat")
+        raise click.UsageError(
+            f"--dataset-name {recipe.name} needs --backend openai-chat, or another one for messages"
+        )
     _check_kind(recipe, target, samples)
     samples = _with_adapters(samples, settings.lora_modules, schedule.seed)
     times = arrivals(schedule, samples)
@@ -147,6 +149,7 @@ def _target(settings: Settings) -> Target:
         headers=headers,
         extra={**extra, **_extra(settings.extra_body)},
         ignore_eos=settings.ignore_eos,
+        backend=settings.backend,
     )
 
 

@@ -126,6 +126,7 @@ class Choice(TypedDict):
     finish_reason: str | None
     stop_reason: int | str | None
     weight_versions: NotRequired[list[WeightVersion]]
+    sampling_mask: NotRequired[list[list[int]]]
 
 
 class GenerateAnswer(Transferred):
@@ -276,6 +277,8 @@ def _choice(job: _Job, choice: Any) -> Choice:
     }
     if choice.weight_versions:
         made["weight_versions"] = version_ranges(choice.weight_versions)
+    if choice.sampling_mask is not None:
+        made["sampling_mask"] = choice.sampling_mask
     if job.head["output_mode"] == "text":
         made["text"] = choice.text
     return made

@@ -42,7 +42,7 @@ def refuse(body: ResponsesRequest) -> None:
 def response(body: ResponsesRequest, model: str, params: SamplingParams) -> ResponseObject:
     """Create the response object, without output."""
     return {
-        "id": f"resp_{uuid4().hex}",
+        "id": body.request_id or f"resp_{uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
         "status": "queued" if body.background else "in_progress",

@@ -241,6 +241,7 @@ class Responses(RouteFamily):
         model = await generation.find_model(body.model)
         generation.check_open()
         refuse(body)
+        self._store.check_new(body.request_id)
         body, prompt_messages = self._prompts.apply(body)
         owner = owner_of(request)
         conversation = self._conversations.find(body.conversation, owner)
@@ -459,9 +460,7 @@ class Responses(RouteFamily):
         body = job.body
         body["status"] = status
         body["completed_at"] = int(time.time())
-        body["incomplete_details"] = None
-        if cut:
-            body["incomplete_details"] = {"reason": _REASONS.get(reason, reason)}
+        body["incomplete_details"] = {"reason": _REASONS.get(reason, reason)} if cut else None
         body["output"] = job.output.items
         body["usage"] = summed([*job.usages, usage(output, *counts)])
         if (there := transferred(output).get("kv_transfer_params")) is not None:

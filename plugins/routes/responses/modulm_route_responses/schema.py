@@ -86,6 +86,7 @@ class ResponsesRequest(SamplerFields, kw_only=True):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: Name | None = None
+    request_id: Name | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     metadata: Metadata | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from modulm_server.errors import ApiError
+from modulm_server.json_body import bad_field
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,6 +73,11 @@ class Store:
         }
         if owners:
             del self._responses[surplus(owners)]
+
+    def check_new(self, name: str | None) -> None:
+        """Check that an id that a client chose is not in use. Raises ApiError(400)."""
+        if name in self._responses:
+            raise bad_field("request_id", "request_id: a response has this id; choose another one")
 
     def get(self, name: str, owner: str, param: str | None = None) -> Stored:
         """A response by its id. Raises ApiError(404), also for another owner's response."""
