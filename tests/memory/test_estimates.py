@@ -14,12 +14,12 @@ from threading import Thread
 import huggingface_hub
 import pytest
 from click.testing import CliRunner
+from fake_hub import Hub
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from samples import parametrize_sample
 from tests.plugins.models.test_contract import ARCHITECTURES
 from tests.plugins.quantization import test_published as formats
-from tests.plugins.quantization.test_gguf_hub import Hub
 
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig

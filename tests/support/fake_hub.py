@@ -17,13 +17,13 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-__all__ = ["COMMIT", "serve_hub"]
+__all__ = ["COMMIT", "Hub", "serve_hub"]
 
 COMMIT = "c" * 40
 _NAME = r"[\w.-]+/[\w.-]+"
 
 
-class _Hub(BaseHTTPRequestHandler):
+class Hub(BaseHTTPRequestHandler):
     """What huggingface_hub asks of an endpoint."""
 
     protocol_version = "HTTP/1.1"
@@ -108,7 +108,7 @@ def serve_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Serve OWNER/NAME folders of a folder, and let huggingface_hub ask that server. Its `requests`
     are method and path of each.
     """
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (_Hub,), {"root": root}))
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Hub,), {"root": root}))
     server.requests = []
     Thread(target=server.serve_forever, daemon=True).start()
     server.url = f"http://127.0.0.1:{server.server_port}"

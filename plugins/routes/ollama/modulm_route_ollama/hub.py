@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modulm.loading import open_checkpoint
-from modulm.loading.hub import is_hub_id
 from modulm.plugins import defaults, manager
+from modulm_downloads import is_hub_id
 from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field
 from modulm_server.models.library import SETTINGS_FILE, ModelLibrary, hub_id, link
