@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from modulm_hooks_step_log.hooks import line
 
 def test_each_step_is_logged_with_the_flag(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="modulm.steps")
-    flags = {"max_model_len": 64, "speculative_config": {"method": "none"}}
+    flags: dict[str, Any] = {"max_model_len": 64}
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
     for enabled, least in ((False, 0), (True, 3)):
         caplog.clear()
