@@ -278,7 +278,7 @@ def test_formats_with_scales_are_kept_as_plain_torch_keeps_them(make, kind):
 @parametrize_sample(
     ("kind", "selection"),
     [("fp8_ds_mla", 0), ("nvfp4_ds_mla", 1), ("nvfp4_ds_mla", 0), ("fp8_ds_mla", 1)],
-    every=2,
+    every=4,
 )
 def test_latents_are_kept_as_plain_torch_keeps_them(make, kind, selection):
     """FlashMLA's bytes, and attention to all of them or to selected tokens."""

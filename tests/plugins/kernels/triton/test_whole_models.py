@@ -117,10 +117,11 @@ def test_quantized_layers_and_experts_are_multiplied_as_codes(tmp_path, launches
     assert {"_linear", "later"} | ({"_experts"} if "Moe" in name else set()) <= set(launches)
 
 
-@parametrize_sample(
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
     ("architecture", "quantization"),
-    [("Qwen3ForCausalLM", "ptpc_fp8"), ("Qwen3MoeForCausalLM", "ptpc_fp8")], every=2,
-)  # fmt: skip
+    [("Qwen3ForCausalLM", "ptpc_fp8"), ("Qwen3MoeForCausalLM", "ptpc_fp8")],
+)
 def test_norms_quantize_the_inputs_of_the_layers_after_them(
     tmp_path, launches, monkeypatch, architecture, quantization
 ):
