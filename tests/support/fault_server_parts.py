@@ -10,6 +10,7 @@ import io
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import threading
@@ -285,6 +286,16 @@ def models_in_a_folder(folder: Path) -> None:
     finally:
         assert names - {"owner/two", "five"} <= {name for name, _ in library._paths()}
         assert not list(library.folder.glob(".new-*"))
+    set_aside = library._set_aside
+
+    def lose_the_new_one(path: Path) -> Path:
+        for new in library.folder.glob(".new-*"):
+            shutil.rmtree(new)
+        return set_aside(path)
+
+    with _replaced(library, "_set_aside", lose_the_new_one), suppress(FileNotFoundError):
+        library.add("new/three", {"seed": 2}, lambda new: None)
+    assert FIRED[0]() or library.settings("new/three") == {"seed": 1}
 
 
 @_part

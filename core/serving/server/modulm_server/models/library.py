@@ -124,12 +124,19 @@ class ModelLibrary:
             text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
             (new / SETTINGS_FILE).write_text(text, encoding="utf-8")
             new.chmod(0o755)
-            if target.exists():
-                self._discard(target)
-            new.rename(target)
+            old = self._set_aside(target) if target.exists() else None
+            try:
+                new.rename(target)
+            except BaseException:
+                if old is not None:
+                    old.rename(target)
+                    old.parent.rmdir()
+                raise
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
+        if old is not None:
+            shutil.rmtree(old.parent, ignore_errors=True)
 
     def copy_files(self, name: str, target: Path) -> dict[str, Any]:
         """Put the files of a model into a folder, without using more of the disk if the file system
@@ -169,9 +176,16 @@ class ModelLibrary:
         if path.is_symlink() or path.is_file():
             path.unlink()
             return
-        old = Path(tempfile.mkdtemp(prefix=".old-", dir=self.folder))
-        path.rename(old / "model")
-        shutil.rmtree(old)
+        shutil.rmtree(self._set_aside(path).parent)
+
+    def _set_aside(self, path: Path) -> Path:
+        """Take a path out of the library; returns where it is, alone in a folder."""
+        aside = Path(tempfile.mkdtemp(prefix=".old-", dir=self.folder))
+        try:
+            return path.rename(aside / "model")
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
 
 
 def link(source: Path, target: Path) -> None:
