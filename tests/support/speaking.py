@@ -10,10 +10,10 @@ import torch
 
 from modulm.testing.checkpoints import save_tiny, tiny_model
 
-__all__ = ["ARCHITECTURE", "OMNI", "make_csm", "make_omni"]
+__all__ = ["ARCHITECTURE", "OMNI", "OMNI_25", "make_csm", "make_omni", "make_omni25"]
 
 ARCHITECTURE = "CsmForConditionalGeneration"
-OMNI = "Qwen3OmniMoeForConditionalGeneration"
+OMNI, OMNI_25 = "Qwen3OmniMoeForConditionalGeneration", "Qwen2_5OmniForConditionalGeneration"
 #: The codec's last convolution, made smaller so that samples are between -1 and 1.
 _LAST = "codec_model.decoder.decoder_seanet.layers.8."
 
@@ -59,6 +59,29 @@ def make_omni(folder: Path, tokenizer: Any) -> Any:
             last.weight *= 0.5
             last.bias *= 0.5
     save_tiny(model, folder)
+    path = folder / "generation_config.json"
+    table = {"eos_token_id": 2, "talker_do_sample": False, "talker_max_new_tokens": 14}
+    path.write_text(json.dumps(table))
+    return model
+
+
+def make_omni25(folder: Path) -> Any:
+    """Write a tiny Qwen2.5-Omni, with two voices; as `make_omni`."""
+    model = tiny_model(OMNI_25)
+    vocoder, dit = model.token2wav.code2wav_bigvgan_model, model.config.token2wav_config.dit_config
+    with torch.no_grad():
+        mel = torch.randn(1, dit.mel_dim, 20)
+        while vocoder(mel).abs().max() > 0.5:
+            vocoder.conv_post.weight *= 0.5
+    for number, name in enumerate(("Chelsie", "Ethan")):
+        generator = torch.Generator().manual_seed(number)
+        model.speaker_map[name] = {
+            "bos_token": 501,
+            "cond": torch.randn(1, dit.enc_emb_dim, generator=generator),
+            "ref_mel": torch.randn(1, 20, dit.mel_dim, generator=generator),
+        }
+    save_tiny(model, folder)
+    torch.save(model.speaker_map, folder / "spk_dict.pt")
     path = folder / "generation_config.json"
     table = {"eos_token_id": 2, "talker_do_sample": False, "talker_max_new_tokens": 14}
     path.write_text(json.dumps(table))

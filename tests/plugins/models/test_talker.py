@@ -17,17 +17,18 @@ import soundfile
 import torch
 import transformers
 from attrs import frozen
-from speaking import make_omni
+from speaking import make_omni, make_omni25
 from tests.server.browser import BROWSER, Browser
 
 from modulm.config.sources import keywords
 from modulm.contracts.sampling import OutputKind, SamplingParams
 from modulm.testing.checkpoints import make_tokenizer
+from modulm_qwen.omni25_speaker import Omni25Speaker
 from modulm_qwen.omni_speaker import OmniSpeaker
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import Live, error_of, serve_in_thread
 from modulm_speakers.script import states_wanted
-from modulm_speakers.speaker import Answer
+from modulm_speakers.speaker import Answer, Speaker
 
 #: What users say, the voice, and tokens of the answer. The first has tokens that stand for media,
 #: whose states are spoken.
@@ -55,7 +56,7 @@ class Spoken:
 class World:
     live: Live
     client: openai.OpenAI
-    speaker: OmniSpeaker
+    speaker: Speaker
     wanted: list[Spoken]
 
 
@@ -111,18 +112,22 @@ async def run(engine: Any, name: str, tokens: list[int], **params: Any) -> Any:
     return [output async for output in source][-1].outputs[0]
 
 
-async def converse(world: World, index: int, wanted: Spoken, voice: str) -> tuple[Any, Any]:
+async def converse(
+    world: World, index: int, wanted: Spoken, voice: str, seed: int | None = None
+) -> tuple[Any, Any]:
     """An answer, and its sound."""
     engine, speaker = world.live.engine, world.speaker
     runs = speaker.states_of(wanted.prompt)
     extra: Any = dict(states_wanted(runs))
     count = len(wanted.tokens)
-    text = await run(engine, f"t{index}", wanted.prompt, max_tokens=count, extra_args=extra)
+    text = await run(
+        engine, f"t{index}", wanted.prompt, max_tokens=count, extra_args=extra, speculative=0
+    )
     states = (text.arrays or {}).get("states")
     said = speaker.reply(Answer(prompt=wanted.prompt, tokens=text.token_ids, states=states), voice)
     params = {**said.params, "max_tokens": FRAMES, "detokenize": False, "ignore_eos": True}
     del params["temperature"]
-    sound = await run(engine, f"s{index}", list(said.tokens), speculative=0, **params)
+    sound = await run(engine, f"s{index}", list(said.tokens), speculative=0, seed=seed, **params)
     return text, sound
 
 
@@ -215,7 +220,7 @@ def test_bad_requests_name_the_field(world: World) -> None:
             error = error_of(
                 client.post(PATH, json={"messages": asked["messages"], "vllm_xargs": extra})
             )
-            assert error["param"] in (*extra, "cache_salt")
+            assert error["param"] in (*extra, "cache_salt", "speculative")
 
 
 @pytest.mark.exhaustive
@@ -255,3 +260,91 @@ def test_the_page_plays_answers(world: World, tmp_path: Path) -> None:
         assert not browser.elsewhere(world.live.url)
     finally:
         browser.close()
+
+
+# Qwen2.5-Omni, whose sound comes once all codes are known.
+
+SAID_25 = ("Hello! How are you today?", "Chelsie", 7)
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("omni25")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(make_tokenizer(folder))
+    model = make_omni25(folder)
+    config = keywords(
+        model=str(folder), served_model_name="m", device="cpu", dtype="float32",
+        max_model_len=96, block_size=16, max_num_batched_tokens=20, enable_audio_output=True,
+        disable_frontend_multiprocessing=True,
+    ).config  # fmt: skip
+    engine = AsyncLLM.from_config(config)
+    table = json.loads((folder / "config.json").read_text())
+    try:
+        wanted = [generated25(model, tokenizer, *SAID_25)]
+        with (
+            serve_in_thread(engine, config) as live,
+            openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            yield World(live, client, Omni25Speaker(engine.tokenizer, folder, table), wanted)
+    finally:
+        engine.shutdown()
+
+
+def with_mask(module: Any, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give the prompt its mask. `generate` drops masks of ones, and the talker then leaves
+    out the codes of the last two positions, which it adds for prompts with padding.
+    """
+    if (embeds := named.get("inputs_embeds")) is not None:
+        named["attention_mask"] = torch.ones(embeds.shape[:2], dtype=torch.int64)
+    return given, named
+
+
+def generated25(model: Any, tokenizer: Any, text: str, voice: str, tokens: int) -> Spoken:
+    """transformers does not speak the last token of the text, which is the end of a turn."""
+    prompt = tokenizer.apply_chat_template(messages(text), add_generation_prompt=True)["input_ids"]
+    codes: list[torch.Tensor] = []
+    model.token2wav.register_forward_pre_hook(lambda module, given: codes.append(given[0]))
+    decode = model.token2wav.code2wav_dit_model.sample
+
+    def sample(*given: Any, **more: Any) -> torch.Tensor:
+        torch.manual_seed(SEED)
+        return decode(*given, **more)
+
+    model.token2wav.code2wav_dit_model.sample = sample
+    model.talker.register_forward_pre_hook(with_mask, with_kwargs=True)
+    with torch.inference_mode():
+        sequence, samples = model.generate(
+            input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=int),
+            speaker=voice, thinker_max_new_tokens=tokens + 1, thinker_do_sample=False,
+            thinker_eos_token_id=2, talker_max_new_tokens=FRAMES, talker_do_sample=False,
+            talker_eos_token_id=[64, 66],
+        )  # fmt: skip
+    answer = sequence[0, len(prompt) :].tolist()
+    return Spoken(prompt, answer, codes[0].T.numpy(), samples.numpy())
+
+
+def test_codes_and_sound_of_the_older_model(older: World) -> None:
+    (wanted,), (_, voice, _) = older.wanted, SAID_25
+    work = converse(older, 0, wanted, voice, SEED)
+    text, sound = asyncio.run_coroutine_threadsafe(work, older.live.loop).result()
+    assert text.token_ids == wanted.tokens
+    heard = sound.arrays["codes"]
+    assert np.array_equal(heard[: len(wanted.codes)], wanted.codes)
+    assert len(heard) <= len(wanted.codes) + 1
+    assert sound.arrays["samples"] == pytest.approx(wanted.samples, abs=1e-4)
+    assert 0.01 < np.abs(wanted.samples).max() < 1
+
+
+def test_chats_of_the_older_model(older: World) -> None:
+    text, voice, count = SAID_25
+    answer = older.client.chat.completions.create(
+        model="m", messages=messages(text), temperature=0, max_tokens=count, seed=SEED,
+        modalities=["text", "audio"], audio={"voice": voice, "format": "wav"},
+    )  # fmt: skip
+    audio = answer.choices[0].message.audio
+    wave, _ = soundfile.read(io.BytesIO(base64.b64decode(audio.data)), dtype="float32")
+    assert len(wave) > 12
+    with older.live.client() as client:
+        error = error_of(client.post("/v1/audio/speech", json={"input": "Hello."}))
+    assert error["param"] == "input"

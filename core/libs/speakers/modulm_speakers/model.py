@@ -12,21 +12,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from attrs import frozen
 
+from modulm.errors import UnsupportedError
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["CODES", "MIXED", "STATES", "TEXTS", "Choose", "SpeakingModel", "StateSource"]
+__all__ = ["CODES", "GIVEN", "MIXED", "STATES", "TEXTS", "Choose", "SpeakingModel", "StateSource"]
 
 #: Name in `Batch.extras`: [tokens, codebooks] int64, the frame that each token stands for; -1 in
 #: rows of text tokens, and for codes that a token lacks.
 CODES = "codes"
 #: Names in `Batch.extras` of models that speak beside a text model, in steps with rows that speak.
-#: [tokens] int64: the text token that is spoken at each token of such rows; -1 for none, -2 where
-#: the text model's state takes its place.
+#: [tokens] int64: the text token that is spoken at each token of such rows; -1 for none.
 TEXTS = "spoken_texts"
-#: [tokens, hidden]: those states, if there are any.
+#: If any token has a state of the text model: [tokens, width] float32, and [tokens] bool.
 STATES = "spoken_states"
+GIVEN = "spoken_given"
 #: [tokens] bool: which tokens are of rows that speak, if not all are.
 MIXED = "speaking"
 
@@ -38,10 +40,11 @@ Choose: TypeAlias = "Callable[[Tensor, int], Tensor]"
 class StateSource:
     """The states of a text model that rows that speak need.
 
-    layer: index of the layer after which they are taken. width: their length.
+    layer: index of the layer after which they are taken; None: after the final norm. width: their
+    length.
     """
 
-    layer: int
+    layer: int | None
     width: int
 
 
@@ -64,6 +67,8 @@ class SpeakingModel(ABC):
     #: Set by a model that speaks beside a text model: rows of texts and rows that speak share its
     #: steps, and both have caches for all layers.
     beside_text: StateSource | None = None
+    #: Whether `flush` gives sound.
+    flushes: bool = False
 
     def focus(self, speaking: np.ndarray | None) -> None:
         """Announce which of the next logits are of rows that speak: [n] bool; None if none are.
@@ -92,6 +97,14 @@ class SpeakingModel(ABC):
     ) -> tuple[Sequence[Tensor], Sequence[Any]]:
         """Turn frames into sound: [n, frames, codebooks] -> n times [samples] float32 in -1 to 1.
 
-        states: for each of the n sounds what this method returned for its earlier frames; None at
-        its beginning. Several calls give the same samples as one call with all frames.
+        states: for each of the n sounds what this method returned for its earlier frames; at its
+        beginning, of `open_sound`. Several calls give the same samples as one call with all frames.
         """
+
+    def open_sound(self, voice: str, seed: int | None) -> Any:
+        """Return the state of a sound that begins. voice: of the row's `Script`, or empty."""
+        return None
+
+    def flush(self, state: Any) -> Tensor:
+        """Return the samples that are left once a sound has no more frames, if it `flushes`."""
+        raise UnsupportedError(f"{type(self).__name__} decodes frames as they come")

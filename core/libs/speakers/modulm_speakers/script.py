@@ -17,11 +17,10 @@ from attrs import frozen
 from modulm.contracts.sampling import PoolingParams, SamplingParams
 from modulm.errors import RequestError
 
-__all__ = ["GIVEN", "NONE", "Script", "state_runs", "states_wanted"]
+__all__ = ["NONE", "Script", "state_runs", "states_wanted"]
 
-#: Entries of `Script.texts`: no text, and a state of the text model in its place.
+#: No text token, or no code, at a position.
 NONE = -1
-GIVEN = -2
 _SCRIPT, _RUNS = "speech_script", "speech_states"
 _AXES = 3
 
@@ -30,19 +29,21 @@ _AXES = 3
 class Script:
     """The script of a row.
 
-    texts: [n] int64, the text token of each position: of the prompt, then of each frame; `NONE`,
-    or `GIVEN` for a state. padding: the text token of frames after those. codes: [prompt] int64,
-    the first code of each position of the prompt, -1 for none. states: [given, width] float32, in
-    the order of their positions. positions: [axes, prompt] int64 if they differ by axis; a later
-    token's position is its index + offset.
+    texts: [n] int64, the text token of each position, or `NONE`: of the prompt, then of each frame.
+    padding: the text token of frames after those. codes: [prompt] int64, the first code of each
+    position of the prompt, or `NONE`. given: [m] int64, positions that have a state of the text
+    model, in order; states: [m, width] float32. positions: [axes, prompt] int64 if they differ by
+    axis; a later token's position is its index + offset. voice: for `SpeakingModel.open_sound`.
     """
 
     texts: np.ndarray
     padding: int
     codes: np.ndarray
+    given: np.ndarray | None = None
     states: np.ndarray | None = None
     positions: np.ndarray | None = None
     offset: int = 0
+    voice: str = ""
 
     def arguments(self) -> Mapping[str, Any]:
         """Return the entry of `extra_args`."""
@@ -69,13 +70,17 @@ class Script:
             raise RequestError(f"{_SCRIPT}: {error}", _SCRIPT) from error
         if script is None:
             return None
-        states, positions = script.states, script.positions
-        given = int((_ids(script.texts, "texts", GIVEN, texts)[:prompt] == GIVEN).sum())
+        states, positions, given = script.states, script.positions, script.given
+        if given is not None:
+            order = _ids(given, "given", 0, len(_ids(script.texts, "texts", NONE, texts)))
+            if (np.diff(order) < 1).any():
+                raise RequestError(f"{_SCRIPT}: given: must be in order", _SCRIPT)
         fits = {
-            "texts": len(script.texts) >= prompt and not (script.texts[prompt:] < 0).any(),
+            "texts": len(_ids(script.texts, "texts", NONE, texts)) >= prompt,
+            "voice": isinstance(script.voice, str),
             "padding": isinstance(script.padding, int) and 0 <= script.padding < texts,
             "codes": len(_ids(script.codes, "codes", NONE, codes)) == prompt,
-            "states": _shape(states) == (given, width) if given else states is None,
+            "states": _shape(states) == (None if given is None else (len(given), width)),
             "positions": positions is None or _shape(positions) == (_AXES, prompt),
             "offset": isinstance(script.offset, int) and abs(script.offset) <= prompt,
         }
@@ -103,8 +108,8 @@ def _ids(array: Any, name: str, least: int, end: int) -> np.ndarray:
 def states_wanted(runs: Sequence[tuple[int, int]]) -> Mapping[str, Any]:
     """Return the entry of `extra_args` of a text whose states the answer's sound needs.
 
-    runs: ranges [start, end) of its prompt; `CompletionOutput.arrays["states"]` has them, one after
-    the other: [n, width] float32.
+    runs: ranges [start, end) of its tokens; `CompletionOutput.arrays["states"]` has those of tokens
+    that were computed, one after the other: [n, width] float32.
     """
     return {_RUNS: [list(run) for run in runs]}
 
@@ -114,9 +119,9 @@ def state_runs(params: SamplingParams | PoolingParams) -> Sequence[tuple[int, in
     extra = params.extra_args if isinstance(params, SamplingParams) else None
     runs: Any = (extra or {}).get(_RUNS, ())
     if not isinstance(runs, list | tuple) or not all(_is_run(run) for run in runs):
-        raise RequestError(f"{_RUNS}: must be ranges of the prompt, in order", _RUNS)
+        raise RequestError(f"{_RUNS}: must be ranges of tokens, in order", _RUNS)
     if any(first[1] > second[0] for first, second in pairwise(runs)):
-        raise RequestError(f"{_RUNS}: must be ranges of the prompt, in order", _RUNS)
+        raise RequestError(f"{_RUNS}: must be ranges of tokens, in order", _RUNS)
     return [(start, end) for start, end in runs]
 
 

@@ -41,9 +41,9 @@ class Utterance:
 class Answer:
     """An answer in text that is to be spoken.
 
-    prompt, tokens: of the conversation and of the answer. states: of the prompt's tokens in
-    `Speaker.states_of`, [n, width]; None if there are none. positions, offset: of the prompt, as in
-    `modulm.contracts.requests.Request`.
+    prompt, tokens: of the conversation and of the answer. states: of the tokens in
+    `Speaker.states_of`, [n, width]; None if there are none. Those of the answer's last token may be
+    missing. positions, offset: of the prompt, as in `modulm.contracts.requests.Request`.
     """
 
     prompt: Sequence[int]
@@ -65,6 +65,8 @@ class Speaker(ABC):
     #: Whether it speaks answers of the text model that is loaded with it. Its requests then have a
     #: `modulm_speakers.script.Script`, and defaults of texts do not apply to them.
     speaks_answers: bool = False
+    #: Whether it reads texts aloud that are no answers (`ask`).
+    reads_texts: bool = True
 
     def __init__(self, tokenizer: Tokenizer, path: Path, config: Mapping[str, Any]) -> None:
         self.tokenizer, self.path, self.config = tokenizer, path, config
@@ -82,7 +84,9 @@ class Speaker(ABC):
         """
 
     def states_of(self, prompt: Sequence[int]) -> Sequence[tuple[int, int]]:
-        """Return the ranges [start, end) of a conversation's tokens whose states `reply` needs."""
+        """Return the ranges [start, end) of tokens, of a conversation and of the answer after it,
+        whose states `reply` needs.
+        """
         return ()
 
     def reply(self, answer: Answer, voice: str) -> Utterance | None:

@@ -28,9 +28,11 @@ from modulm_qwen.vl import (
 )
 from modulm_towers import Pieces, flat_patches, tiny_audio, tiny_text, zero_key_biases
 
-__all__ = ["OmniConfig", "Qwen3OmniConfig", "Qwen3OmniThinker", "Qwen25OmniThinker"]
+__all__ = ["SPEAKING", "OmniConfig", "Qwen3OmniConfig", "Qwen3OmniThinker", "Qwen25OmniThinker"]
 
-_SPEAKING = (r"^(talker|token2wav|code2wav)\.", r"^audio_tower\.audio_bos_eos_token\.")
+#: Weights of the talker and of its codec.
+SPEAKING = r"^(talker|token2wav|code2wav)\."
+_LEFT_OUT = (SPEAKING, r"^audio_tower\.audio_bos_eos_token\.")
 #: Qwen3-Omni's names for parts of Qwen3-VL.
 _MERGERS = (
     (r"^visual\.merger_list\.", "visual.deepstack_merger_list."),
@@ -102,7 +104,7 @@ class Qwen25OmniThinker(_Hears, Qwen25VLForConditionalGeneration):
     config_type = OmniConfig
     media = ("image", "video", "audio")
     names = WeightNames(
-        ignore=_SPEAKING, rewrite=(flat_patches(r"patch_embed\.proj\.weight$"), zero_key_biases())
+        ignore=_LEFT_OUT, rewrite=(flat_patches(r"patch_embed\.proj\.weight$"), zero_key_biases())
     )
 
     def make_encoders(self, config: Any, b: Builder) -> None:
@@ -132,7 +134,7 @@ class Qwen3OmniThinker(_Hears, Qwen3VLForConditionalGeneration):
     media = ("image", "video", "audio")
     names = WeightNames(
         rename=_MERGERS,
-        ignore=_SPEAKING,
+        ignore=_LEFT_OUT,
         rewrite=(flat_patches(r"patch_embed\.proj\.weight$"),),
     )
 

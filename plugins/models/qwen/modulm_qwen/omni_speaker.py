@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from modulm_speakers.script import GIVEN, NONE, Script
+from modulm_speakers.script import NONE, Script
 from modulm_speakers.speaker import Answer, Speaker, Utterance
 
-__all__ = ["OmniSpeaker"]
+__all__ = ["OmniSpeaker", "moved_positions", "sampling"]
 
 #: Keys of config.json and their values in the published checkpoint.
 _TOKENS: Mapping[str, int] = MappingProxyType(
@@ -132,9 +133,11 @@ class OmniSpeaker(Speaker):
             return None
         heard = self._of_users(tokens)
         texts = tokens[heard].copy()
+        given = np.zeros(len(tokens), dtype=np.bool_)
         for start, stop in self.states_of(tokens):
-            before = int(heard[:start].sum())
-            texts[before : before + stop - start] = GIVEN
+            given[start:stop] = True
+        given = np.flatnonzero(given[heard])
+        texts[given] = NONE
         pad = self._token("tts_pad_token_id")
         spoken = [*opening, *[pad] * _PADS, self._token("tts_bos_token_id"), said[0]]
         nothink, begin, stop, padding, first = (
@@ -147,30 +150,20 @@ class OmniSpeaker(Speaker):
             texts=np.array([*texts, *spoken, *said[1:], self._token("tts_eos_token_id")]),
             padding=pad,
             codes=np.array(codes),
-            states=answer.states if (texts == GIVEN).any() else None,
-            **_positions(answer, heard, prompt),
+            given=given if len(given) else None,
+            states=answer.states if len(given) else None,
+            **moved_positions(answer, heard, prompt),
         )
-        own, greedy = self._sampling()
+        own, greedy = sampling(self.path, _SAMPLING)
         depth = {"temperature": 0.0} if greedy else dict(_DEPTH)
         return Utterance(
             tokens=[pad] * prompt,
             params={**own, "extra_args": {**script.arguments(), "depth_sampling": depth}},
         )
 
-    def _sampling(self) -> tuple[Mapping[str, Any], bool]:
-        """Sampling of first codes, by generation_config.json with transformers' names; and whether
-        the most likely codes are chosen.
-        """
-        path = self.path / "generation_config.json"
-        table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        names = {name: _PREFIX + _RENAMED.get(name, name) for name in _SAMPLING}
-        own = {name: table[key] for name, key in names.items() if table.get(key) is not None}
-        greedy = table.get(f"{_PREFIX}do_sample") is False
-        return {**_SAMPLING, **own, **({"temperature": 0.0} if greedy else {})}, greedy
 
-
-def _positions(answer: Answer, heard: np.ndarray, prompt: int) -> dict[str, Any]:
-    """Return the script's positions: those of users' turns, moved together."""
+def moved_positions(answer: Answer, heard: np.ndarray, prompt: int) -> dict[str, Any]:
+    """Return the script's positions: those of the conversation's `heard` tokens, moved together."""
     if answer.positions is None:
         return {}
     kept, at = [], 0
@@ -184,3 +177,15 @@ def _positions(answer: Answer, heard: np.ndarray, prompt: int) -> dict[str, Any]
     kept.append(np.tile(at + np.arange(prompt - count), (len(answer.positions), 1)))
     whole = np.concatenate(kept, axis=1).astype(np.int64)
     return {"positions": whole, "offset": int(whole.max()) + 1 - prompt}
+
+
+def sampling(path: Path, defaults: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """Return the sampling of first codes, by generation_config.json with transformers' names, and
+    whether the most likely codes are chosen.
+    """
+    file = path / "generation_config.json"
+    table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    names = {name: _PREFIX + _RENAMED.get(name, name) for name in defaults}
+    own = {name: table[key] for name, key in names.items() if table.get(key) is not None}
+    greedy = table.get(f"{_PREFIX}do_sample") is False
+    return {**defaults, **own, **({"temperature": 0.0} if greedy else {})}, greedy

@@ -1,41 +1,30 @@
-"""Qwen3-Omni with its talker: answers in text, and rows that speak them, in one engine.
-
-Rows of both kinds share steps. A step with one kind runs only that kind's layers; a mixed step runs
-both over all its tokens, since small steps take as long as reading the weights.
-"""
+"""Qwen3-Omni with its talker."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from attrs import evolve, frozen
 from torch import Tensor
 
-from modulm.contracts.model import Batch, CacheSpec
 from modulm.errors import CheckpointError
-from modulm.nn import Builder, WeightNames, read_config
+from modulm.nn import Builder, read_config
 from modulm_qwen.code2wav import Code2Wav, Code2WavConfig
 from modulm_qwen.omni import Qwen3OmniConfig, Qwen3OmniThinker
 from modulm_qwen.talker import Talker, TalkerConfig
-from modulm_speakers.flags import SpeechConfig
-from modulm_speakers.model import CODES, MIXED, Choose, SpeakingModel, StateSource
+from modulm_qwen.talking import Talking
+from modulm_speakers.model import Choose, StateSource
 
 __all__ = ["Qwen3Omni", "SpeakingOmniConfig"]
 
-_RATE = 24000
 #: Keys of tokens, for tiny checkpoints.
 _CODEC = (
     "codec_eos_token_id", "codec_nothink_id", "codec_think_bos_id", "codec_think_eos_id",
     "codec_pad_id", "codec_bos_id",
 )  # fmt: skip
 _SPOKEN = ("tts_pad_token_id", "tts_bos_token_id", "tts_eos_token_id")
-#: What the thinker leaves out.
-_PARTS = r"^(talker|token2wav|code2wav)\."
 
 
 @frozen(eq=False, kw_only=True)
@@ -78,104 +67,36 @@ class SpeakingOmniConfig(Qwen3OmniConfig):
                 raise CheckpointError(f"{file}: talker_config: {name}: {value}, at most {most}")
 
 
-class Qwen3Omni(Qwen3OmniThinker, SpeakingModel):
-    """Qwen3-Omni. It speaks with --enable-audio-output; without, it is only the thinker."""
+class Qwen3Omni(Talking, Qwen3OmniThinker):
+    """Qwen3-Omni."""
 
-    kit_not_run = ""
     config_type = SpeakingOmniConfig
-    speaks = False
+    code2wav: Code2Wav
 
-    def __init__(self, config: SpeakingOmniConfig, build: Builder) -> None:
-        super().__init__(config, build)
-        engine = build.shared.config
-        wanted = engine is not None and engine.group(SpeechConfig).enable_audio_output
-        if not wanted or self.only_encodes:
-            return
-        if config.talker is None or config.codec is None:
-            raise CheckpointError(
-                "enable_audio_output: this checkpoint has no talker: leave the flag out"
-            )
-        self.speaks, talker = True, config.talker
+    def make_talker(self, config: SpeakingOmniConfig, b: Builder) -> None:
+        talker, codec = config.talker, config.codec
+        if talker is None or codec is None:
+            raise CheckpointError("talker_config: missing")
         self.beside_text = StateSource(
             layer=talker.keys.accept_hidden_layer - 1, width=config.hidden_size
         )
-        self.codebooks, self.codebook_size = (
-            talker.keys.num_code_groups,
-            talker.predictor.vocab_size,
-        )
-        #: Size of the vocabulary of first codes.
-        self.first_codes = talker.text.vocab_size
-        self.rate, self.frame_samples = _RATE, config.codec.frame_samples
-        # Adapters are of the thinker.
-        apart = evolve(build, shared=evolve(build.shared, adapters=None))
-        self.talker = Talker(talker, apart.at("talker"))
+        self.codebooks = talker.keys.num_code_groups
+        self.codebook_size = talker.predictor.vocab_size
+        self.first_codes, self.end = talker.text.vocab_size, talker.keys.codec_eos_token_id
+        self.frame_samples = codec.frame_samples
+        self.talker = Talker(talker, b.at("talker"))
         self.talker.embed.thinker = self.text.embeddings
-        self.code2wav = Code2Wav(config.codec, apart.at("code2wav"))
-        self._speaking: Tensor | bool = False
-        # The names depend on the flag, not only on the class.
-        object.__setattr__(self, "weights", partial(_whole, type(self)))
+        self.code2wav = Code2Wav(codec, b.at("code2wav"))
 
-    @property
-    def caches(self) -> tuple[CacheSpec, ...]:
-        return self.talker.caches if self.speaks else super().caches
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self._both(batch, super().forward)
-
-    def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
-        if CODES in batch.extras and MIXED not in batch.extras:
-            spoken = self._spoken(batch)
-            return (spoken,) * (1 + len(layers))
-        inner: list[Tensor] = []
-
-        def think(own: Batch) -> Tensor:
-            hidden, *others = super(Qwen3Omni, self).states(own, layers)
-            inner.extend(others)
-            return hidden
-
-        return (self._both(batch, think), *inner)
-
-    def _both(self, batch: Batch, think: Any) -> Tensor:
-        """Run the layers of the kinds of rows in the batch."""
-        if CODES not in batch.extras:
-            hidden: Tensor = think(batch)
-            return hidden
-        spoken, mixed = self._spoken(batch), batch.extras.get(MIXED)
-        return spoken if mixed is None else torch.where(mixed[:, None], spoken, think(batch))
-
-    def _spoken(self, batch: Batch) -> Tensor:
-        """The talker's states, as wide as the thinker's: [tokens, hidden]."""
-        hidden = self.talker(batch)
-        return F.pad(hidden, (0, self.config.hidden_size - hidden.shape[1]))
-
-    def focus(self, speaking: np.ndarray | None) -> None:
-        if speaking is None or speaking.all():
-            self._speaking = speaking is not None
-        else:
-            self._speaking = torch.from_numpy(speaking).to(self.device)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        speaking = self._speaking if self.speaks else False
-        if speaking is False:
-            return super().logits(hidden)
-        keys, width = self.config.talker.keys, self.config.talker.text.hidden_size
-        first = self.talker.first_logits(
-            hidden[:, :width].contiguous(), self.codebook_size, keys.codec_eos_token_id
-        )
-        more = self.config.vocab_size - first.shape[1]
-        spoken = F.pad(first, (0, more), value=-torch.inf)
-        if speaking is True:
-            return spoken
-        texts = super().logits(hidden)
-        return torch.where(speaking[:, None], spoken.to(texts.dtype), texts)
+    def allowed(self, ids: Tensor) -> Tensor:
+        return (ids < self.codebook_size) | (ids == self.end)
 
     def complete(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
-        width = self.config.talker.text.hidden_size
-        frames: Tensor = self.talker.predictor(hidden[:, :width].contiguous(), first, choose)
+        frames: Tensor = self.talker.predictor(self.of_talker(hidden), first, choose)
         return frames
 
     def ends(self, frames: np.ndarray) -> np.ndarray:
-        over: np.ndarray = frames[:, 0] == self.config.talker.keys.codec_eos_token_id
+        over: np.ndarray = frames[:, 0] == self.end
         return over
 
     def is_heard(self, frames: np.ndarray) -> np.ndarray:
@@ -229,10 +150,3 @@ class Qwen3Omni(Qwen3OmniThinker, SpeakingModel):
             "im_start_token_id": 1,
             "im_end_token_id": 2,
         }
-
-
-def _whole(driver: type[Qwen3Omni], config: SpeakingOmniConfig) -> WeightNames:
-    """Names of all weights, those of the talker included."""
-    names = driver.weights(config)
-    left_out = tuple(pattern for pattern in names.ignore if pattern != _PARTS)
-    return evolve(names, ignore=left_out)

@@ -23,8 +23,7 @@ from modulm_layers.activation import activation
 from modulm_qwen.moe import QwenMoeConfig, SharedExperts
 from modulm_qwen.qwen3 import Qwen3Config, qwen3_attention
 from modulm_speakers.codec import FrameAttention, FrameDecoder, FrameLayer
-from modulm_speakers.model import CODES, STATES, TEXTS
-from modulm_speakers.script import GIVEN
+from modulm_speakers.model import CODES, GIVEN, STATES, TEXTS
 
 __all__ = ["Talker", "TalkerConfig"]
 
@@ -166,7 +165,7 @@ class _Inputs(Module):
         )
         if (states := batch.extras.get(STATES)) is not None:
             projected = self.state_projection(states.to(x.dtype))
-            x = torch.where((texts == GIVEN)[:, None], projected, x)
+            x = torch.where(batch.extras[GIVEN][:, None], projected, x)
         for codebook, own in enumerate(codes.unbind(1)):
             embedded = self.table(codebook).lookup(own.clamp(min=0))
             x = x + torch.where((own >= 0)[:, None], embedded, 0.0)
@@ -230,12 +229,6 @@ class Talker(DecoderForCausalLM):
 
     def make_head(self, config: Any, b: Builder) -> Head:
         return b.head("codec_head", config.hidden_size, config.vocab_size)
-
-    def first_logits(self, hidden: Tensor, codes: int, end: int) -> Tensor:
-        """Compute logits of first codes: -inf for tokens that are neither sound nor its end."""
-        logits: Tensor = self.head(hidden)
-        ids = torch.arange(logits.shape[1], device=logits.device)
-        return logits.masked_fill((ids >= codes) & (ids != end), -torch.inf)
 
     @classmethod
     def tiny(cls) -> dict[str, Any]:

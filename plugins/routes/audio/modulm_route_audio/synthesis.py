@@ -90,6 +90,12 @@ class Synthesis:
         body.check()
         named = body.voice.id if isinstance(body.voice, VoiceId) else body.voice
         voice = self.output.voice(named, "voice")
+        if not speaker.reads_texts:
+            message = (
+                "input: this model speaks only its own answers: send a chat with modalities "
+                '["text", "audio"]'
+            )
+            raise bad_field("input", message, "unsupported")
         if body.instructions.strip() and not speaker.takes_instructions:
             message = "instructions are not supported by this model"
             raise bad_field("instructions", message, "unsupported")

@@ -91,6 +91,7 @@ class ChatPage(RouteFamily):
             "voices": list(output.speaker.voices),
             "rate": self.context.engine.info.limit("speech", "rate"),
             "answers": output.speaks_answers,
+            "reads": output.speaker.reads_texts,
         }
 
     def _about(self) -> dict[str, object]:

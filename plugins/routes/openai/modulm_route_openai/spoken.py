@@ -90,7 +90,8 @@ class SpokenAnswers:
         if not wanted or not isinstance(params, SamplingParams):
             return turn
         extra = {**(params.extra_args or {}), **wanted}
-        return evolve(turn, params=params.with_(extra_args=extra), cache_salt=uuid4().hex)
+        params = params.with_(extra_args=extra, speculative=0)
+        return evolve(turn, params=params, cache_salt=uuid4().hex)
 
     async def whole(
         self, turn: ChatTurn, voiced: Voiced, message: Message, output: RequestOutput

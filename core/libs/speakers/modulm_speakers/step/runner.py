@@ -31,9 +31,12 @@ _SEED = 0x5DEECE66D
 
 @define(eq=False)
 class _Row:
-    """A row that speaks. prompt: its length. frames: [codebooks] int64 each. state: the codec's."""
+    """A row that speaks. prompt: its length. most: its frames, unless one ends it before. frames:
+    [codebooks] int64 each. state: the codec's.
+    """
 
     prompt: int
+    most: int | None = None
     frames: list[np.ndarray] = field(factory=list)
     state: Any = None
 
@@ -74,10 +77,13 @@ class SpeechRunner(PartRunner):
         params = start.params
         if not isinstance(params, SamplingParams) or self._sampler is None:
             return
-        row = _Row(len(start.prompt))
+        row = _Row(len(start.prompt), params.max_tokens)
+        row.state = self._model.open_sound(self._voice(start), params.seed)
         if value is not None and len(value):
             row.frames = list(np.asarray(value, dtype=np.int64))
-            _, (row.state,) = self._model.decode(self._tensor(np.stack(row.frames)[None]), [None])
+            _, (row.state,) = self._model.decode(
+                self._tensor(np.stack(row.frames)[None]), [row.state]
+            )
         self._rows[start.row] = row
         extra: Any = params.extra_args or {}
         own = {name: getattr(params, name) for name in _SAMPLING} | (extra.get(_DEPTH) or {})
@@ -85,6 +91,10 @@ class SpeechRunner(PartRunner):
         self._sampler.admit(
             evolve(start, output=start.output[:0], seed=seed), SamplingParams(**own)
         )
+
+    def _voice(self, start: RowStart) -> str:
+        """The voice of a row's sound."""
+        return ""
 
     def release(self, row: int) -> None:
         self._over.discard(row)
@@ -128,6 +138,9 @@ class SpeechRunner(PartRunner):
             row.frames.append(frames[index])
             if over[index]:
                 self._over.add(number)
+            if self._model.flushes and (over[index] or len(row.frames) == row.most):
+                rest = self._model.flush(row.state).cpu().numpy()
+                samples[index] = np.concatenate([samples[index], rest])
             report[number] = [frames[index], samples[index], number in self._over]
         return {"frames": report}
 

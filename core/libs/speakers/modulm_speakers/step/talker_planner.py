@@ -41,8 +41,8 @@ class TalkerPlanner(SpeechPlanner):
             return
         script = Script.check(params, request.prompt_len, **self._sizes, width=self._width)
         runs = state_runs(params)
-        if runs and runs[-1][1] > request.prompt_len:
-            raise RequestError("speech_states: ranges beyond the prompt", "speech_states")
+        if runs and params.speculative != 0:
+            raise RequestError("speculative: must be 0 for states of tokens", "speculative")
         if (script is not None or runs) and request.salt is None:
             raise RequestError("cache_salt: needed, because no prefix is shared", "cache_salt")
         if script is not None:

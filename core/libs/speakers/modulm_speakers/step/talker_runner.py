@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from modulm.contracts.sampling import SamplingParams
 from modulm.contracts.step_part import DIRECT, BuiltModel, RanStep
-from modulm_speakers.model import CODES, MIXED, STATES, TEXTS
-from modulm_speakers.script import GIVEN, Script, state_runs
+from modulm_speakers.model import CODES, GIVEN, MIXED, STATES, TEXTS
+from modulm_speakers.script import Script, state_runs
 from modulm_speakers.step.runner import SpeechRunner
 
 if TYPE_CHECKING:
@@ -26,15 +26,17 @@ __all__ = ["TalkerRunner"]
 class _Inputs:
     """What rows that speak read in a step.
 
-    codes: [tokens, codebooks]. texts: [tokens]. mixed: [tokens], whether a row speaks. states: one
-    array [n, width] for each row. positions: [axes, tokens]; None if no row has axes.
+    codes: [tokens, codebooks]. texts: [tokens]. speaking, given: [tokens], whether a row speaks and
+    whether a token has a state. states: of those, [n, width] for each row. axes: first token of a
+    row with positions by axis -> [axes, tokens of the row].
     """
 
     codes: np.ndarray
     texts: np.ndarray
     speaking: np.ndarray
-    states: list[np.ndarray]
-    axes: dict[int, np.ndarray]
+    given: np.ndarray
+    states: list[np.ndarray] = field(factory=list)
+    axes: dict[int, np.ndarray] = field(factory=dict)
 
 
 class TalkerRunner(SpeechRunner):
@@ -45,7 +47,8 @@ class TalkerRunner(SpeechRunner):
     def __init__(self, built: BuiltModel) -> None:
         super().__init__(built)
         self._source = self._model.beside_text
-        self.layers = (self._source.layer,)
+        layer = self._source.layer
+        self.layers = () if layer is None else (layer,)
         self._scripts: dict[int, Script] = {}
         self._wanted: dict[int, Sequence[tuple[int, int]]] = {}
 
@@ -65,6 +68,9 @@ class TalkerRunner(SpeechRunner):
             super().admit(start, value)
         elif isinstance(start.params, SamplingParams) and (runs := state_runs(start.params)):
             self._wanted[start.row] = runs
+
+    def _voice(self, start: RowStart) -> str:
+        return self._scripts[start.row].voice
 
     def release(self, row: int) -> None:
         self._scripts.pop(row, None)
@@ -89,11 +95,10 @@ class TalkerRunner(SpeechRunner):
         extras = {CODES: self._tensor(inputs.codes), TEXTS: self._tensor(inputs.texts)}
         if not inputs.speaking.all():
             extras[MIXED] = self._tensor(inputs.speaking)
-        given = inputs.texts == GIVEN
-        if given.any():
-            states = np.zeros((len(given), self._source.width), dtype=np.float32)
-            states[given] = np.concatenate(inputs.states)
-            extras[STATES] = self._tensor(states)
+        if inputs.states:
+            states = np.zeros((len(inputs.given), self._source.width), dtype=np.float32)
+            states[inputs.given] = np.concatenate(inputs.states)
+            extras |= {STATES: self._tensor(states), GIVEN: self._tensor(inputs.given)}
         amended = evolve(batch, extras={**batch.extras, **extras})
         return self._turn(amended, inputs.axes) if inputs.axes else amended
 
@@ -110,7 +115,8 @@ class TalkerRunner(SpeechRunner):
     def _inputs(self, plan: Plan, tokens: int) -> _Inputs:
         codes = np.full((tokens, self._model.codebooks), -1, dtype=np.int64)
         texts = np.full(tokens, -1, dtype=np.int64)
-        inputs = _Inputs(codes, texts, np.zeros(tokens, dtype=np.bool_), [], {})
+        speaking, given = np.zeros((2, tokens), dtype=np.bool_)
+        inputs = _Inputs(codes, texts, speaking, given)
         first = 0
         for number, begin, count in zip(
             plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True
@@ -127,10 +133,11 @@ class TalkerRunner(SpeechRunner):
                 said = row.frames[begin + len(asked) - row.prompt : begin + count - row.prompt]
                 if len(asked) < count and said:
                     codes[first + len(asked) : first + len(asked) + len(said)] = said
-                if script.states is not None:
-                    before = int((script.texts[:begin] == GIVEN).sum())
-                    here = int((script.texts[known] == GIVEN).sum())
-                    inputs.states.append(script.states[before : before + here])
+                if script.given is not None and script.states is not None:
+                    places = np.searchsorted(script.given, (begin, begin + count))
+                    here = slice(*places.tolist())
+                    inputs.given[first + script.given[here] - begin] = True
+                    inputs.states.append(script.states[here])
                 if script.positions is not None:
                     turned = np.tile(whole + script.offset, (len(script.positions), 1))
                     turned[:, : len(asked)] = script.positions[:, asked]
@@ -158,6 +165,7 @@ class TalkerRunner(SpeechRunner):
                 places.append(here - begin + end - count)
             chosen = np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
             if len(chosen):
-                states: torch.Tensor = step.layers[0][self._tensor(chosen.astype(np.int64))]
+                source = step.layers[0] if self.layers else step.hidden
+                states: torch.Tensor = source[self._tensor(chosen.astype(np.int64))]
                 report[number] = [done, states.float().cpu().numpy()]
         return report

@@ -16,14 +16,14 @@ export function useServer(facts) {
   server = facts ?? null;
 }
 
-export const canSpeak = () => Boolean(server || (speech && globalThis.SpeechSynthesisUtterance));
+export const canSpeak = () => Boolean(server?.reads || (speech && globalThis.SpeechSynthesisUtterance));
 
 /** Samples per second of the server's sound. */
 export const rate = () => server?.rate;
 
 /** Read a text aloud, or stop if something is being read. */
 export function speak(text, model, voice) {
-  return server ? readByServer(text, model, voice) : readHere(text);
+  return server?.reads ? readByServer(text, model, voice) : readHere(text);
 }
 
 async function readByServer(text, model, voice) {
