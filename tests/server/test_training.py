@@ -266,6 +266,36 @@ def test_a_release_of_the_weights_brings_the_checkpoints_back(
     assert llm.weight_version == version + 1
 
 
+def test_choices_compute_their_prompt_once(engine: Engine) -> None:
+    """Of four choices, three find all full blocks of the prompt but the last token's."""
+    served = create_app(engine.llm, engine.llm.info.config)
+    transport = httpx.ASGITransport(app=served.app)
+    prompt = [9, *PROMPT["prompt_token_ids"]]
+
+    async def call() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+
+            async def counts() -> list[float]:
+                """Tokens looked up and found in the prefix cache, of all engines."""
+                lines = (await http.get("/metrics")).text.splitlines()
+                return [
+                    sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+                    for name in (
+                        "modulm:prefix_cache_queries_total",
+                        "modulm:prefix_cache_hits_total",
+                    )
+                ]
+
+            before = await counts()
+            body = {"model": "M", "prompt": prompt, "n": 4, "max_tokens": 4, "ignore_eos": True}
+            answer = await http.post("/v1/completions", json=body)
+            assert len(answer.json()["choices"]) == 4
+            queried, found = (b - a for a, b in zip(before, await counts(), strict=True))
+            assert (queried, found) == (4 * len(prompt), 3 * 32)
+
+    engine.run(call())
+
+
 def test_routes(
     engine: Engine, weights: tuple[dict[str, Tensor], ...], expected: list[list[int]]
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from samples import parametrize_sample
 from tests.media.checkpoint import write_llava
 
@@ -20,6 +21,7 @@ from modulm.testing.engines import check_empty
 from modulm_kv_transfer.block_files import VERSION
 from modulm_server.engine.metrics import Metrics
 from modulm_towers.testing import images
+from modulm_weights_shared_memory import SharedWeights
 
 FLAGS: dict[str, Any] = {
     "dtype": "float32",
@@ -189,6 +191,32 @@ def test_files_outlive_the_engine(model: Callable[[str], str], tmp_path: Path) -
         assert generate(llm) == (expected, [STORED] * 4)
     with LLM(model("dense"), **flags | {"seed": 7}) as llm:
         assert generate(llm)[1] == [0] * 4
+
+
+@pytest.mark.parametrize("tier", [pytest.param("host"), pytest.param("disk", marks=EXHAUSTIVE)])
+def test_blocks_of_older_weights_are_not_found(
+    tier: str, model: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Neither in the prefix cache nor in the tier, nor by engines with the checkpoint's weights."""
+    old, new = model("dense"), make_tiny(tmp_path / "new", "Qwen3ForCausalLM", seed=2)
+    flags = FLAGS | TIERS[tier](tmp_path / "blocks")
+    with LLM(str(new), **FLAGS) as llm:
+        expected, _ = generate(llm)
+    shared = {"weight_transfer_config": {"backend": "shared_memory"}}
+    with LLM(old, **flags, **shared) as llm:
+        before, _ = generate(llm)
+        llm.reset_prefix_cache()
+        assert generate(llm) == (before, [STORED] * 4)  # by the tier
+        llm.init_weight_transfer_engine()
+        with SharedWeights(load_file(new / "model.safetensors")) as tensors:
+            llm.start_weight_update()
+            llm.update_weights(tensors.info)
+            llm.finish_weight_update()
+        assert generate(llm) == (expected, [0] * 4)
+        llm.reset_prefix_cache()
+        assert generate(llm) == (expected, [STORED] * 4)
+    with LLM(old, **flags) as llm:
+        assert generate(llm) == (before, [STORED if tier == "disk" else 0] * 4)
 
 
 @pytest.mark.parametrize("tier", [pytest.param("host"), pytest.param("disk", marks=EXHAUSTIVE)])

@@ -23,6 +23,7 @@ from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager, using
 from modulm.structure import parse_int
 from modulm_adapters.flags import LoRAConfig
+from modulm_expert_routes.flags import ExpertRoutesConfig
 from modulm_fleet.flags import FleetConfig
 from modulm_gpu.flags import CompilationConfig
 from modulm_hooks_otlp.flags import TracesConfig
@@ -172,6 +173,7 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
         "modulm-route-anthropic": AnthropicConfig,
         "modulm-route-grpc": GrpcConfig,
         "modulm-plugin-lock": PluginLockConfig,
+        "modulm-expert-routes": ExpertRoutesConfig,
         "modulm-prefix-retention": PrefixRetentionConfig,
         "modulm-mapped-weights": MappedWeightsFlags,
         "modulm-server": (ServerConfig, ModelsConfig),

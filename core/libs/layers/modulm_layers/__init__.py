@@ -27,7 +27,7 @@ from modulm_layers.delta import KimiDeltaRule
 from modulm_layers.encoder import BidirectionalAttention, Encoder, Segment, segments
 from modulm_layers.mla import LatentAttention
 from modulm_layers.mlp import GatedMLP, PlainMLP
-from modulm_layers.moe import ExpertNames, Gate, MoE, Routing
+from modulm_layers.moe import ExpertChoice, ExpertNames, Gate, MoE, RouteTap, Routing
 from modulm_layers.positions import LearnedPositions
 from modulm_layers.relative import RelativePositions
 from modulm_layers.rewrites import flatten, split_heads, transpose
@@ -50,6 +50,7 @@ __all__ = [
     "DecoderConfig",
     "DecoderForCausalLM",
     "Encoder",
+    "ExpertChoice",
     "ExpertNames",
     "Gate",
     "GatedMLP",
@@ -63,6 +64,7 @@ __all__ = [
     "PreNormLayer",
     "RelativePositions",
     "Rope",
+    "RouteTap",
     "RoutedConfig",
     "Routing",
     "SandwichLayer",

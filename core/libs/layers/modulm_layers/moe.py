@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from attrs import asdict, frozen
@@ -12,9 +12,11 @@ from torch.nn import Module
 from modulm_layers.activation import gate_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from modulm.nn.builder import Builder
 
-__all__ = ["ExpertNames", "Gate", "MoE", "Routing"]
+__all__ = ["ExpertChoice", "ExpertNames", "Gate", "MoE", "RouteTap", "Routing"]
 
 
 @frozen
@@ -68,7 +70,56 @@ class ExpertNames:
 _NAMES = ExpertNames()
 
 
-class MoE(Module):
+class RouteTap(Protocol):
+    """Sees what the router of one layer chose, and may replace it."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        weigh: Callable[[Tensor, Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights [tokens, top_k] fp32 and expert ids [tokens, top_k] to use.
+
+        logits: [tokens, experts]. weigh: returns the weights of other ids, from the same logits.
+        """
+
+
+class ExpertChoice(Module):
+    """A block whose router chooses experts for each token.
+
+    routing: the fields of `Routing`. tap: see `RouteTap`; None, the default, costs nothing.
+    """
+
+    ops: Any
+    router: Any
+    routing: dict[str, Any]
+    choice_bias: Tensor | None
+    tap: RouteTap | None = None
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits: [tokens, experts] -> weights [tokens, top_k] fp32 and expert ids, as tapped."""
+        weights, ids = self.route(logits)
+        return (weights, ids) if self.tap is None else self.tap(logits, weights, ids, self.weigh)
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits: [tokens, experts] -> weights [tokens, top_k] fp32 and expert ids."""
+        chosen: Any = self.ops.moe_route(logits, bias=self.choice_bias, **self.routing)
+        return chosen  # type: ignore[no-any-return]
+
+    def weigh(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the weights that `route` would give these experts: [tokens, top_k] fp32."""
+        settings, wide = self.routing, logits.float()
+        scores = wide.softmax(-1) if settings["scoring"] == "softmax" else wide.sigmoid()
+        weights = scores.gather(-1, ids.long())
+        if settings["renormalise"]:
+            weights = weights / weights.sum(-1, keepdim=True)
+        scaled: Tensor = weights * settings["scale"]
+        return scaled
+
+
+class MoE(ExpertChoice):
     """Sparse gated feed-forward experts (Shazeer et al., arXiv 1701.06538).
 
     `wide_router` computes the router in fp32, for models whose expert scores lie close together.
@@ -77,8 +128,6 @@ class MoE(Module):
     addition (Dai et al., arXiv 2401.06066). `identities` more experts, the last ones for the
     router, return their input (arXiv 2410.07348).
     """
-
-    choice_bias: Tensor | None
 
     def __init__(
         self,
@@ -126,7 +175,7 @@ class MoE(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
-        weights, ids = self.route(self.router(x))
+        weights, ids = self.choose(self.router(x))
         kept: Tensor | None = None
         if self.first_identity is not None:
             identity = ids >= self.first_identity
@@ -151,8 +200,3 @@ class MoE(Module):
     def summed(self, mixed: Tensor) -> Tensor:
         """Sum the expert outputs over the ranks."""
         return mixed if self.down.reduce is None else self.down.reduce.all_reduce(mixed)
-
-    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits: [tokens, experts] -> weights [tokens, top_k] fp32 and expert ids."""
-        chosen: Any = self.ops.moe_route(logits, bias=self.choice_bias, **self.routing)
-        return chosen  # type: ignore[no-any-return]

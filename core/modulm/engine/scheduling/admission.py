@@ -18,10 +18,7 @@ class Admission:
     def __init__(
         self, limits: Limits, left: int, unfinished: list[int], unit: int, patient: bool
     ) -> None:
-        self.left = left
-        self._unit = unit
-        self._patient = patient
-        self._limits = limits
+        self.left, self._unit, self._patient, self._limits = left, unit, patient, limits
         self._partial = len(unfinished)
         self._long = sum(tokens > limits.long for tokens in unfinished)
 

@@ -19,6 +19,7 @@ from modulm.contracts.requests import Finish, PromptLike, Reason, Request
 from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
 from modulm.errors import ConfigError, EngineError, RequestError
 from modulm.loading.pooling import open_pooler
+from modulm_expert_routes import with_replay_salt
 from modulm_frontend.beam_search import BeamSearch, BeamSearchParams
 from modulm_frontend.flags import OutputConfig
 from modulm_frontend.output_processor import RequestState
@@ -408,6 +409,7 @@ class InputProcessor:
         common: Mapping[str, Any],
     ) -> PendingRequest:
         params = self._checked(params, len(ids))
+        common = {**common, "salt": with_replay_salt(common["salt"], params)}
         count = params.best_of or params.n
         ranks = count > params.n and params.logprobs is None
         if ranks:

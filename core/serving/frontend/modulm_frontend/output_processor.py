@@ -117,6 +117,11 @@ class Choice:
         if self.reason is None:
             self._arrays.append(arrays)
 
+    def drop_token(self) -> None:
+        """Drop what step parts computed for a token after a stop string, of the same step."""
+        if self._arrays:
+            self._arrays[-1] = {name: array[:-1] for name, array in self._arrays[-1].items()}
+
     def finish(self, finish: Finish) -> None:
         """End the sequence, as finished by the engine or aborted."""
         if self.reason is not None:
@@ -576,6 +581,8 @@ class OutputProcessor:
             state, index = entry_of_sequence
             finish = None if run else ending.pop(identity, None)
             if state.choices[index].reason is not None:
+                if identity in stopped:
+                    state.choices[index].drop_token()
                 continue
             entries = logprobs.get(identity)
             entry = entries[position_in_run] if entries else None

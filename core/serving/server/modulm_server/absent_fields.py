@@ -39,7 +39,6 @@ _SESSION = {"session_id": "cache_salt separates cached prefixes"}
 GENERATION = Absent(
     refused={
         **_COMMON,
-        "routed_experts_prompt_start": "responses do not have routed experts",
         "return_prompt_text": "/v1/chat/completions/render shows the prompt",
     },
     no_effect=_SESSION,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from attrs import define, evolve, field, frozen
 
 from modulm.contracts.parser import Content, ParseContext, Reasoning, ToolStart
@@ -74,6 +75,7 @@ class Delta:
     stop_reason: int | str | None
     generated: int
     weight_versions: Sequence[tuple[int, int, int]] = ()
+    routed_experts: np.ndarray | None = None
 
 
 @frozen(kw_only=True)
@@ -88,6 +90,7 @@ class Message:
     finish_reason: str
     stop_reason: int | str | None
     weight_versions: Sequence[tuple[int, int, int]] = ()
+    routed_experts: np.ndarray | None = None
 
 
 @frozen(kw_only=True)
@@ -236,6 +239,7 @@ class RunningTurn:
             stop_reason=choice.stop_reason,
             generated=self.generated[index],
             weight_versions=choice.weight_versions,
+            routed_experts=choice.routed_experts,
         )
 
     def _note_calls(self, index: int, events: Sequence[Event], *, ended: bool) -> None:
@@ -301,6 +305,7 @@ class RunningTurn:
 def _message(deltas: Sequence[Delta]) -> Message:
     """Assemble a complete choice from its deltas."""
     last, logprobs = deltas[-1], [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    routes = [delta.routed_experts for delta in deltas if delta.routed_experts is not None]
     return Message(
         index=last.index,
         parsed=assemble([event for delta in deltas for event in delta.events]),
@@ -310,6 +315,7 @@ def _message(deltas: Sequence[Delta]) -> Message:
         finish_reason=last.finish_reason or "stop",
         stop_reason=last.stop_reason,
         weight_versions=last.weight_versions,
+        routed_experts=np.concatenate(routes) if routes else None,
     )
 
 

@@ -10,6 +10,7 @@ from attrs import evolve
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
+from modulm_expert_routes import with_replay
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_samplers import SAMPLERS, sampler_arguments
 from modulm_server.absent_fields import GENERATION, Absent
@@ -170,6 +171,8 @@ class SamplingFields(SamplerFields, kw_only=True):
     prompt_cache_retention: str | None = None
     repetition_detection: dict[str, Any] | None = None
     thinking_token_budget: Budget | None = None
+    routed_experts_prompt_start: Count | None = None
+    routed_experts: str | None = None
 
 
 def check_priority(config: EngineConfig, priority: int | None) -> int:
@@ -231,7 +234,7 @@ def sampling_params(
             )
         reject_unsupported(
             body, "kv_transfer_params", "prompt_cache_retention", "logprob_token_ids",
-            "repetition_detection",
+            "repetition_detection", "routed_experts",
         )  # fmt: skip
         return _beams(body, defaults, max_tokens, logprobs)
     if body.early_stopping:
@@ -262,7 +265,8 @@ def _extra_args(body: SamplingFields) -> dict[str, Any] | None:
     arguments = with_held(
         body.arguments(), held_prompt(body.prompt_cache_key, body.prompt_cache_retention)
     )
-    return with_transfer(arguments, body.kv_transfer_params)
+    arguments = with_transfer(arguments, body.kv_transfer_params)
+    return with_replay(arguments, body.routed_experts_prompt_start, body.routed_experts)
 
 
 def _beams(

@@ -15,6 +15,7 @@ from attrs import define, field
 
 from modulm.contracts import sampling as native_types
 from modulm.contracts.sampling import OutputKind
+from modulm_expert_routes import with_replay
 from modulm_frontend import beam_search, lora
 from modulm_frontend.validation import problem
 from modulm_vllm.failures import as_vllm
@@ -158,6 +159,7 @@ class SamplingParams:
     flat_logprobs: bool = field(default=False, kw_only=True)
     skip_reading_prefix_cache: bool | None = field(default=None, kw_only=True)
     skip_clone: bool = field(default=False, kw_only=True)
+    routed_experts_prompt_start: int = field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if self.logits_processors:
@@ -186,6 +188,7 @@ class SamplingParams:
         repetition = self.repetition_detection
         if isinstance(repetition, RepetitionDetectionParams):
             table["repetition_detection"] = attrs.asdict(repetition)
+        table["extra_args"] = with_replay(self.extra_args, self.routed_experts_prompt_start, None)
         return {
             **table,
             "structured_outputs": structured.native() if structured is not None else None,

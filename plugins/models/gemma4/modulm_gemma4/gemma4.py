@@ -56,7 +56,7 @@ class Gemma4Experts(MoE):
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden], the stream -> [tokens, hidden]."""
         seen = self.ops.scale(self.router_norm(x), self.router_scale)
-        weights, ids = self.route(self.router(seen))
+        weights, ids = self.choose(self.router(seen))
         gate_up, down = self.gate_up, self.down
         mixed = self.fused_experts(
             self.before(x),
@@ -72,6 +72,9 @@ class Gemma4Experts(MoE):
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         weights, ids = super().route(logits)
         return weights * self.expert_scale[ids], ids
+
+    def weigh(self, logits: Tensor, ids: Tensor) -> Tensor:
+        return super().weigh(logits, ids) * self.expert_scale[ids]
 
 
 class Gemma4Layer(Module):

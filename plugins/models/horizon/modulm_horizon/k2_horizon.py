@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 from torch import Tensor
 from torch.nn import Module, ModuleList
 from torch.nn import functional as F
@@ -21,6 +21,7 @@ from modulm_layers import (
     AttentionNames,
     DecoderConfig,
     DecoderForCausalLM,
+    ExpertChoice,
     ExpertNames,
     GatedMLP,
     MoE,
@@ -132,10 +133,8 @@ class HeadNorm(GroupNorm):
         return normed.view(x.shape)
 
 
-class MixedValues(Module):
+class MixedValues(ExpertChoice):
     """Queries and keys, and values that are sums over chosen experts, side by side."""
-
-    choice_bias: Tensor | None
 
     def __init__(
         self,
@@ -158,19 +157,12 @@ class MixedValues(Module):
             b.linear(f"v_experts.{i}", hidden, width, least=least[2]) for i in range(count)
         )
         top_k = c.mova_num_experts_per_tok
-        self.ops, self.routing = b.ops, c.routing(top_k, renormalise=top_k > 1)
+        self.ops, self.routing = b.ops, asdict(c.routing(top_k, renormalise=top_k > 1))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, queries + keys + values]."""
-        r, qk = self.routing, self.qk(x)
-        weights, ids = self.ops.moe_route(
-            self.router(x),
-            r.top_k,
-            scoring=r.scoring,
-            renormalise=r.renormalise,
-            bias=self.choice_bias,
-            scale=r.scale,
-        )
+        qk = self.qk(x)
+        weights, ids = self.choose(self.router(x))
         width = self.experts[0].spec.outputs
         values = torch.zeros(len(x), width, dtype=torch.float32, device=x.device)
         for expert in ids.unique().tolist():

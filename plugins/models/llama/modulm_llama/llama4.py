@@ -174,7 +174,7 @@ class Llama4Experts(MoE):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
-        weights, ids = self.route(self.router(x))
+        weights, ids = self.choose(self.router(x))
         tokens, chosen = ids.shape
         each = x.unsqueeze(1) * weights.to(x.dtype).unsqueeze(-1)
         gate_up, down = self.gate_up, self.down

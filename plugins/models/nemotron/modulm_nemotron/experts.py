@@ -7,23 +7,22 @@ step runs the chosen ones.
 from __future__ import annotations
 
 import torch
+from attrs import asdict
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import ModuleList
 
 from modulm.nn import Builder
-from modulm_layers import PlainMLP, Routing
+from modulm_layers import ExpertChoice, PlainMLP, Routing
 
 __all__ = ["PlainExperts"]
 
 
-class PlainExperts(Module):
+class PlainExperts(ExpertChoice):
     """`experts` ungated feed-forward blocks of width `inner` on vectors of `width`.
 
     The router reads vectors of `hidden`; a stored bias is added to its scores for the selection
     only.
     """
-
-    choice_bias: Tensor
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class PlainExperts(Module):
         act: str,
     ) -> None:
         super().__init__()
-        self.ops, self.routing = b.ops, routing
+        self.ops, self.routing = b.ops, asdict(routing)
         self.router = b.router("gate", hidden, experts, wide=True)
         bias = "gate.e_score_correction_bias"
         b.parameter(bias, self, "choice_bias", (experts,), torch.float32)
@@ -50,18 +49,7 @@ class PlainExperts(Module):
 
         A token's experts are summed in index order, in fp32.
         """
-        r = self.routing
-        weights, ids = self.ops.moe_route(
-            self.router(seen),
-            r.top_k,
-            scoring=r.scoring,
-            renormalise=r.renormalise,
-            bias=self.choice_bias,
-            groups=r.groups,
-            top_groups=r.top_groups,
-            group_score=r.group_score,
-            scale=r.scale,
-        )
+        weights, ids = self.choose(self.router(seen))
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in ids.unique().tolist():
             rows, choices = (ids == expert).nonzero(as_tuple=True)

@@ -77,16 +77,24 @@ class PhimoeExperts(MoE):
         self.noise = c.router_jitter_noise
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        scores = rest = logits.float()
-        weights, chosen = [], []
+        rest, chosen = logits.float(), []
         for _ in range(self.routing["top_k"]):
-            best, ids = rest.max(-1, keepdim=True)
+            chosen.append(rest.argmax(-1, keepdim=True))
+            rest = rest.scatter(-1, chosen[-1], -torch.inf)
+        ids = torch.cat(chosen, -1)
+        return self.weigh(logits, ids), ids
+
+    def weigh(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Weight each choice among those that are left after the ones before it."""
+        scores = rest = logits.float()
+        weights = []
+        for one in ids.long().split(1, dim=-1):
+            best = rest.gather(-1, one)
             far = (best - scores) / scores.abs().clamp(min=best) > 2 * self.noise
             near = rest.masked_fill(far, -torch.inf).softmax(-1)
-            weights.append(near.gather(-1, ids))
-            chosen.append(ids)
-            rest = rest.scatter(-1, ids, -torch.inf)
-        return torch.cat(weights, -1), torch.cat(chosen, -1)
+            weights.append(near.gather(-1, one))
+            rest = rest.scatter(-1, one, -torch.inf)
+        return torch.cat(weights, -1)
 
 
 class PhimoeLayer(PreNormLayer):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
@@ -19,6 +19,7 @@ from modulm_layers import (
     Attention,
     DecoderConfig,
     DecoderForCausalLM,
+    ExpertChoice,
     ExpertNames,
     GatedMLP,
     MoE,
@@ -183,16 +184,14 @@ class ClampedMLP(GatedMLP):
         return out
 
 
-class ClampedExperts(Module):
+class ClampedExperts(ExpertChoice):
     """Experts with clamped activations, which the op `fused_experts` lacks: single blocks, of which
     a step runs the chosen ones.
     """
 
-    choice_bias: Tensor
-
     def __init__(self, c: Step3p5Config, b: Builder, limit: float, shared: Module) -> None:
         super().__init__()
-        self.route, self.settings, self.shared = b.ops.moe_route, c.routing, shared
+        self.ops, self.routing, self.shared = b.ops, asdict(c.routing), shared
         self.router = b.router("gate", c.hidden_size, c.moe_num_experts, wide=True)
         b.parameter("router_bias", self, "choice_bias", (c.moe_num_experts,), torch.float32)
         self.experts = ModuleList(
@@ -202,11 +201,7 @@ class ClampedExperts(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], added in the order of the experts in fp32."""
-        r = self.settings
-        weights, ids = self.route(
-            self.router(x), r.top_k, scoring=r.scoring, renormalise=r.renormalise,
-            bias=self.choice_bias, scale=r.scale,
-        )  # fmt: skip
+        weights, ids = self.choose(self.router(x))
         total = self.shared(x).float()
         for expert in ids.unique().tolist():
             rows, choices = (ids == expert).nonzero(as_tuple=True)

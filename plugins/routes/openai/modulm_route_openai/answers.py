@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import modulm
 from modulm.contracts.parser import Content, Reasoning
+from modulm_expert_routes import encode_routes
 from modulm_plugin_lock import lock_digest
 from modulm_server.flags import ServerConfig
 from modulm_server.logprobs import MIN_LOGPROB, token_logprobs, token_name
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from modulm.contracts.outputs import RequestMetrics, RequestOutput
     from modulm.contracts.parser import Event
     from modulm_route_openai.objects import (
+        ChatChoice,
         ChatLogprobs,
         CompletionLogprobs,
         CompletionTokens,
@@ -32,11 +34,13 @@ if TYPE_CHECKING:
         Usage,
         WeightVersion,
     )
+    from modulm_server.chat_turn import Message
     from modulm_server.sampling import SamplingFields
 
 __all__ = [
     "StreamUsage",
     "add_arguments",
+    "add_engine_fields",
     "answer_id",
     "chat_logprobs",
     "completion_logprobs",
@@ -274,6 +278,16 @@ def prompt_logprobs(
 def version_ranges(ranges: Sequence[tuple[int, int, int]]) -> list[WeightVersion]:
     """`weight_versions` of a choice in vLLM's form. ranges: `CompletionOutput.weight_versions`."""
     return [{"version": str(version), "start": first, "end": end} for version, first, end in ranges]
+
+
+def add_engine_fields(choice: ChatChoice, body: SamplingFields, message: Message) -> None:
+    """Add what a request asked to know of the engine: token ids, versions of weights, experts."""
+    if body.return_token_ids:
+        choice["token_ids"] = list(message.token_ids)
+    if body.return_weight_versions:
+        choice["weight_versions"] = version_ranges(message.weight_versions)
+    if message.routed_experts is not None:
+        choice["routed_experts"] = encode_routes(message.routed_experts)
 
 
 def add_arguments(calls: list[ToolCallDelta], index: int, text: str) -> None:

@@ -14,6 +14,7 @@ from msgspec import structs
 from modulm_parsing import thinking_variables
 from modulm_route_openai.answers import (
     StreamUsage,
+    add_engine_fields,
     answer_id,
     cached_tokens,
     chat_logprobs,
@@ -408,10 +409,7 @@ class Chat:
             "finish_reason": reason_of(job, message.finish_reason, bool(calls)),
             "stop_reason": message.stop_reason,
         }
-        if job.body.return_token_ids:
-            choice["token_ids"] = list(message.token_ids)
-        if job.body.return_weight_versions:
-            choice["weight_versions"] = version_ranges(message.weight_versions)
+        add_engine_fields(choice, job.body, message)
         return choice
 
     def _logprobs(self, job: ChatJob, positions: Any, ids: Sequence[int]) -> ChatLogprobs | None:

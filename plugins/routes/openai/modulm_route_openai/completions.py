@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from modulm_expert_routes import encode_routes
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_route_openai.answers import (
     StreamUsage,
@@ -292,6 +293,8 @@ class Completions:
             choice_object["token_ids"] = [] if job.nothing else list(choice.token_ids)
         if job.body.return_weight_versions:
             choice_object["weight_versions"] = version_ranges(choice.weight_versions)
+        if choice.routed_experts is not None and not job.nothing:
+            choice_object["routed_experts"] = encode_routes(choice.routed_experts)
         return choice_object
 
     def _logprobs(

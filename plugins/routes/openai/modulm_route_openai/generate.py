@@ -6,10 +6,12 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
+import numpy as np
 from attrs import frozen
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 from starlette.responses import Response
 
+from modulm_expert_routes import encode_routes
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,
@@ -117,7 +119,9 @@ class TokenLogprobs(TypedDict):
 
 
 class Choice(TypedDict):
-    """An answer in tokens. text: with `output_mode: text`."""
+    """An answer in tokens. text: with `output_mode: text`. routed_experts: a .npy file in base64,
+    of a finished answer, with --enable-return-routed-experts.
+    """
 
     index: int
     token_ids: list[int]
@@ -127,6 +131,7 @@ class Choice(TypedDict):
     stop_reason: int | str | None
     weight_versions: NotRequired[list[WeightVersion]]
     sampling_mask: NotRequired[list[list[int]]]
+    routed_experts: NotRequired[str]
 
 
 class GenerateAnswer(Transferred):
@@ -168,7 +173,7 @@ class Generate:
         generated = sum(len(choice.token_ids) for choice in output.outputs)
         answer: GenerateAnswer = {
             **job.head,
-            "choices": [_choice(job, choice) for choice in output.outputs],
+            "choices": [_choice(job, choice, choice.routed_experts) for choice in output.outputs],
             "usage": usage(len(output.prompt_token_ids), generated, output.num_cached_tokens),
         }
         if body.return_token_ids:
@@ -243,6 +248,7 @@ class Generate:
     async def _frames(self, job: _Job) -> AsyncGenerator[bytes, None]:
         counted = StreamUsage(job.sampling, self._context.config)
         generated = [0] * job.params.n
+        routes: list[list[np.ndarray]] = [[] for _ in generated]
         first = bool(job.body.return_token_ids)
         async with aclosing(job.running) as outputs:
             async for output in outputs:
@@ -250,7 +256,11 @@ class Generate:
                 for choice in output.outputs:
                     generated[choice.index] += len(choice.token_ids)
                     counted.generated(choice.index, generated[choice.index])
-                    chunk: GenerateAnswer = {**job.head, "choices": [_choice(job, choice)]}
+                    if choice.routed_experts is not None:
+                        routes[choice.index].append(choice.routed_experts)
+                    ended = routes[choice.index] if choice.finished() else []
+                    made = _choice(job, choice, np.concatenate(ended) if ended else None)
+                    chunk: GenerateAnswer = {**job.head, "choices": [made]}
                     if first:
                         first = False
                         chunk["prompt_token_ids"] = list(output.prompt_token_ids)
@@ -263,7 +273,7 @@ class Generate:
         yield DONE
 
 
-def _choice(job: _Job, choice: Any) -> Choice:
+def _choice(job: _Job, choice: Any, routes: np.ndarray | None) -> Choice:
     made: Choice = {
         "index": choice.index,
         "token_ids": list(choice.token_ids),
@@ -279,6 +289,8 @@ def _choice(job: _Job, choice: Any) -> Choice:
         made["weight_versions"] = version_ranges(choice.weight_versions)
     if choice.sampling_mask is not None:
         made["sampling_mask"] = choice.sampling_mask
+    if routes is not None:
+        made["routed_experts"] = encode_routes(routes)
     if job.head["output_mode"] == "text":
         made["text"] = choice.text
     return made

@@ -129,6 +129,7 @@ class CompletionChoice(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
     token_ids: NotRequired[list[int]]
     weight_versions: NotRequired[list[WeightVersion]]
+    routed_experts: NotRequired[str]
 
 
 class Completion(_Head, Measured, Transferred):
@@ -205,6 +206,7 @@ class ChatChoice(TypedDict):
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
     weight_versions: NotRequired[list[WeightVersion]]
+    routed_experts: NotRequired[str]
 
 
 class ChatCompletion(_Head, Measured, Transferred):
