@@ -37,9 +37,7 @@ class ExpertRoutesPart(StepPart):
                 "--kv-offloading-size",
             )
         if enabled and "enable_audio_output" in config.changed():
-            message = (
-                "answers in sound have rows of a second model: leave out --enable-audio-output"
-            )
+            message = "sound comes from a second model: leave out --enable-audio-output"
             raise ConfigError("enable_return_routed_experts", message)
         return cls(enabled)
 
