@@ -144,6 +144,8 @@ OTHERS = {
     "modulm_media.fetch": "reads",
     "modulm_downloads.headers": "headers of safetensors files as the hub has them",
     "modulm_downloads.snapshots": "files as their source has them, named by what they are",
+    "modulm_route_ollama.library": "files of a checkpoint, as the client or the hub has them",
+    "modulm_server.models.library": "settings by the names of flags, which people may write too",
     "modulm_server.output": "pipes",
     "modulm_tensor_files.beside": "files of a checkpoint, whose format is transformers'",
     "modulm_weight_transfer.receiver": "replaces adapters and drafts in memory",

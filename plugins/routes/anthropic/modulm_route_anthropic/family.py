@@ -310,7 +310,8 @@ class Anthropic(RouteFamily):
         events = Events(job.single, job.omitted)
         turns = self._hosted_turns(request, job, started) if job.hosted.by_name else None
         opened = False
-        async with aclosing(_steps(started) if turns is None else turns.steps()) as steps:
+        steps = _steps(started) if turns is None else turns.steps()
+        async with aclosing(started.running), aclosing(steps):
             async for step in steps:
                 if not opened:
                     opened = True

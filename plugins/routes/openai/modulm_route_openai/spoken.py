@@ -107,7 +107,7 @@ class SpokenAnswers:
         if running is None:
             data += writer.finish()
         else:
-            async with aclosing(self._output.pieces(running, writer)) as pieces:
+            async with aclosing(running), aclosing(self._output.pieces(running, writer)) as pieces:
                 async for piece in pieces:
                     data += piece.data
                     frames += piece.frames
@@ -171,7 +171,7 @@ class SpokenStream:
             )
             if running is not None:
                 pieces = self.output.pieces(running, self.output.writer(form, "audio.format"))
-                async with aclosing(pieces):
+                async with aclosing(running), aclosing(pieces):
                     async for piece in pieces:
                         self.frames += piece.frames
                         if piece.data:
