@@ -551,6 +551,7 @@ STEPS: dict[str, list[Step] | str] = {
         *["test: tests/e2e/server/test_trl.py"] * 3,
         "test: tests/plugins/weight_transfer/test_updates.py",
         "test: tests/plugins/weight_transfer/test_drafters.py",
+        *["test: tests/plugins/expert_routes/test_routed_experts.py"] * 2,
     ],
     "run-at-home": [
         NO_INDEX,

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "open_checkpoint", "open_loader", "pooling_recipe", "stored_tokenizer"]
 
+#: Most names of installed models in an error.
+_SHOWN = 8
+
 
 def open_checkpoint(config: EngineConfig, plugins: PluginManager) -> Checkpoint:
     """Open the checkpoint of `--model`: a folder or file, a name from an installed package, or a
@@ -142,10 +145,11 @@ def _find_or_fetch(
     found = path if path.exists() else fetch(name, config, plugins, more)
     if found is not None:
         return found
-    known = ", ".join(d.name for d in plugins.names("checkpoints") if ":" not in d.name)
+    known = [d.name for d in plugins.names("checkpoints") if ":" not in d.name]
+    more = " and others (modulm plugins list checkpoints)" if len(known) > _SHOWN else ""
     raise CheckpointError(
         f"model {name!r} is neither a folder nor a hub id (owner/name, or owner/name:PART)"
-        + (f" nor one of the installed models: {known}" if known else "")
+        + (f" nor one of the installed models: {', '.join(known[:_SHOWN])}{more}" if known else "")
     )
 
 

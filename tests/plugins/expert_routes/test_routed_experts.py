@@ -27,6 +27,7 @@ from modulm.contracts.outputs import CompletionOutput, RequestOutput
 from modulm.contracts.sampling import OutputKind
 from modulm.errors import ConfigError, RequestError
 from modulm.testing.checkpoints import make_tiny
+from modulm_expert_routes.requests import routes_of
 from modulm_server.app import create_app
 from modulm_weights_shared_memory import SharedWeights
 
@@ -289,6 +290,17 @@ def test_experts_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         engine.generate((PROMPT, replay(routes)))
+
+
+@pytest.mark.parametrize(
+    "shape", ["(9" + "9" * 12 + ",9,9)", "(1" + "0" * 30 + ",1,1)", "(-1,1,1)"]
+)
+def test_arrays_that_claim_any_shape_are_refused(shape: str) -> None:
+    header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}".ljust(117) + "\n"
+    file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"\0"
+    params = SamplingParams(extra_args={"routed_experts": base64.b64encode(file).decode()})
+    with pytest.raises(RequestError, match=r"no \.npy file"):
+        routes_of(params)
 
 
 #: How else a sequence is computed.

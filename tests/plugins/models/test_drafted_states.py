@@ -61,9 +61,8 @@ class Rows:
         )  # fmt: skip
         indices = np.arange(count)
         runner = self.runner
-        hidden = (
-            runner._alone(plan) if self.invariant else runner._together(plan, indices)[0].clone()
-        )
+        forward = runner._alone(plan) if self.invariant else runner._together(plan, indices)
+        hidden = forward[0].clone()
         self.computed[row] = start + (accepted or count)
         if drafted:
             self.cache.settle(one, np.array([self.computed[row]]))

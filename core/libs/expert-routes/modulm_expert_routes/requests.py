@@ -8,12 +8,10 @@ experts to use, as they were returned, for the tokens from there on: an array of
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from attrs import frozen
 
 from modulm.contracts.sampling import SamplingParams
@@ -21,6 +19,8 @@ from modulm.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import numpy as np
 
     from modulm.contracts.sampling import PoolingParams
 
@@ -50,6 +50,8 @@ class Replay:
 
 def encode_routes(routes: np.ndarray) -> str:
     """Encode routed experts for JSON, as vLLM does: a .npy file in base64."""
+    import numpy as np
+
     file = io.BytesIO()
     np.save(file, routes, allow_pickle=False)
     return base64.b64encode(file.getbuffer()).decode("ascii")
@@ -93,17 +95,21 @@ def is_salted(salt: str | None, replay: Replay) -> bool:
 
 
 def _digest(replay: Replay) -> str:
+    import numpy as np
+
     experts = np.ascontiguousarray(replay.experts, dtype=np.int32)
     shape = f"{replay.start} {experts.shape}".encode()
     return hashlib.sha256(shape + experts.tobytes(), usedforsecurity=False).hexdigest()
 
 
 def _experts(value: Any) -> np.ndarray:
+    import numpy as np
+
     if isinstance(value, str):
         try:
             data = io.BytesIO(base64.b64decode(value, validate=True))
             value = np.load(data, allow_pickle=False)
-        except (binascii.Error, ValueError, EOFError, OSError) as error:
+        except (ValueError, TypeError, ArithmeticError, EOFError, OSError, MemoryError) as error:
             raise RequestError(f"{FIELD} is no .npy file in base64: {error}", FIELD) from None
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or value.ndim != 3:
         raise RequestError(f"{FIELD} must be integers [tokens, layers, experts per token]", FIELD)
