@@ -146,10 +146,10 @@ def _find_or_fetch(
     if found is not None:
         return found
     known = [d.name for d in plugins.names("checkpoints") if ":" not in d.name]
-    more = " and others (modulm plugins list checkpoints)" if len(known) > _SHOWN else ""
+    rest = " and others (modulm plugins list checkpoints)" if len(known) > _SHOWN else ""
     raise CheckpointError(
         f"model {name!r} is neither a folder nor a hub id (owner/name, or owner/name:PART)"
-        + (f" nor one of the installed models: {', '.join(known[:_SHOWN])}{more}" if known else "")
+        + (f" nor one of the installed models: {', '.join(known[:_SHOWN])}{rest}" if known else "")
     )
 
 
