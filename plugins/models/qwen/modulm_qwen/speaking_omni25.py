@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import Batch
-from modulm.errors import CheckpointError
+from modulm.errors import CheckpointError, UnsupportedError
 from modulm.nn import Builder, read_config
 from modulm.nn.embedding import Head
 from modulm_layers import DecoderForCausalLM, size
@@ -118,7 +118,9 @@ class Talker25(DecoderForCausalLM):
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
-        raise NotImplementedError("a talker has no checkpoints of its own")
+        raise UnsupportedError(
+            "a talker has no checkpoints of its own: use those of the model that it speaks for"
+        )
 
 
 @define(eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from modulm.contracts.model import Batch
-from modulm.errors import CheckpointError
+from modulm.errors import CheckpointError, UnsupportedError
 from modulm.nn import Builder, read_config
 from modulm.nn.embedding import Embedding, Head
 from modulm_layers import DecoderForCausalLM, GatedMLP, PreNormLayer, size
@@ -232,4 +232,6 @@ class Talker(DecoderForCausalLM):
 
     @classmethod
     def tiny(cls) -> dict[str, Any]:
-        raise NotImplementedError("a talker has no checkpoints of its own")
+        raise UnsupportedError(
+            "a talker has no checkpoints of its own: use those of the model that it speaks for"
+        )

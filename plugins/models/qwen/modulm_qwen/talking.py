@@ -6,6 +6,7 @@ both over all its tokens, since small steps take as long as reading the weights.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -64,13 +65,13 @@ class Talking(SpeakingModel):
         # The names depend on the flag, not only on the class.
         object.__setattr__(self, "weights", partial(_whole, type(self)))
 
+    @abstractmethod
     def make_talker(self, config: Any, b: Builder) -> None:
         """Make the parts that speak; `b` points at the root."""
-        raise NotImplementedError
 
+    @abstractmethod
     def allowed(self, ids: Tensor) -> Tensor:
         """Return which first codes may be sampled: [n] -> [n] bool."""
-        raise NotImplementedError
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
