@@ -102,13 +102,6 @@ class CompletionOutput:
         """Whether the output is complete."""
         return self.finish_reason is not None
 
-    @property
-    def routed_experts(self) -> Any:
-        """Experts that the routers chose: [tokens, layers, top_k], of the prompt and all tokens but
-        the last; of new tokens in a delta stream. None without --enable-return-routed-experts.
-        """
-        return (self.arrays or {}).get("routed_experts")
-
 
 @define
 class RequestOutput:

@@ -30,6 +30,7 @@ from modulm.config.schema.catalog import catalog
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 from modulm_vllm.command import main
+from modulm_vllm.outputs import with_vllm_names
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[3]
@@ -301,6 +302,22 @@ def test_statistics(demo) -> None:
     waited = after["vllm:request_queue_time_seconds"]
     assert isinstance(waited, Histogram)
     assert waited.count == waited.buckets["+Inf"] >= 3
+
+
+def test_outputs_have_vllms_attributes(demo) -> None:
+    from vllm import CompletionOutput, RequestOutput
+    from vllm.outputs import CompletionOutput as OfOutputs
+
+    (output,) = demo.generate("One", use_tqdm=False)
+    (choice,) = output.outputs
+    assert isinstance(output, RequestOutput)
+    assert isinstance(choice, CompletionOutput)
+    assert OfOutputs is CompletionOutput
+    assert choice.routed_experts is None
+    experts = torch.zeros(3, 2, 2).numpy()
+    assert with_vllm_names(output).outputs[0] == choice
+    output.outputs[0].arrays = {"routed_experts": experts}
+    assert with_vllm_names(output).outputs[0].routed_experts is experts
 
 
 def test_calls_into_workers(demo) -> None:

@@ -27,6 +27,7 @@ from modulm.contracts.outputs import CompletionOutput, RequestOutput
 from modulm.contracts.sampling import OutputKind
 from modulm.errors import ConfigError, RequestError
 from modulm.testing.checkpoints import make_tiny
+from modulm_expert_routes import chosen_experts
 from modulm_expert_routes.requests import routes_of
 from modulm_server.app import create_app
 from modulm_weights_shared_memory import SharedWeights
@@ -152,8 +153,8 @@ def replay(routes: np.ndarray | str, start: int = 0, **changes: Any) -> Sampling
 
 def test_experts_are_those_of_transformers(first: CompletionOutput, oracle: Oracle) -> None:
     routes, logprobs = oracle.run([*PROMPT, *first.token_ids])
-    assert first.routed_experts.dtype == np.uint8
-    assert np.array_equal(sets(first.routed_experts), sets(routes[:-1]))
+    assert chosen_experts(first).dtype == np.uint8
+    assert np.array_equal(sets(chosen_experts(first)), sets(routes[:-1]))
     assert (sampled(first) - logprobs[len(PROMPT) - 1 :]).abs().max() < 1e-4
     assert len(np.unique(routes)) > EXPERTS // 2
 
@@ -168,20 +169,20 @@ def test_cached_and_preempted_sequences_have_them_too(
         ([7, *PROMPT[1:]], choices),
     )
     assert again.num_cached_tokens
-    assert np.array_equal(again.outputs[0].routed_experts, first.routed_experts)
-    rest = beside.outputs[0].routed_experts
-    assert np.array_equal(rest, first.routed_experts[len(PROMPT) - 4 :])
+    assert np.array_equal(chosen_experts(again.outputs[0]), chosen_experts(first))
+    rest = chosen_experts(beside.outputs[0])
+    assert np.array_equal(rest, chosen_experts(first)[len(PROMPT) - 4 :])
     (alone,) = engine.generate(([7, *PROMPT[1:]], PARAMS))
     for choice in others.outputs:
-        assert choice.routed_experts.shape == (len(PROMPT) + 23, LAYERS, TOP_K)
-        assert np.array_equal(choice.routed_experts, alone.outputs[0].routed_experts)
+        assert chosen_experts(choice).shape == (len(PROMPT) + 23, LAYERS, TOP_K)
+        assert np.array_equal(chosen_experts(choice), chosen_experts(alone.outputs[0]))
 
 
 def test_replayed_experts_give_the_same_log_probabilities(
     engine: Engine, first: CompletionOutput, folder: Path, tmp_path: Path
 ) -> None:
     """As generated, and, after an update that changes the routing, as a trainer computes them."""
-    tokens, routes = [*PROMPT, *first.token_ids], first.routed_experts
+    tokens, routes = [*PROMPT, *first.token_ids], chosen_experts(first)
     again, score = replay(routes), replay(routes, max_tokens=1, prompt_logprobs=0)
     same, whole = engine.generate((PROMPT, again), (tokens, score))
     assert same.outputs[0].token_ids == first.token_ids
@@ -210,15 +211,15 @@ def test_replayed_experts_give_the_same_log_probabilities(
     chosen, own = oracle.run(tokens)
     changed = (sets(chosen[:-1]) != sets(routes)).any(-1)
     assert changed.any(), "the update was to change the routing"
-    assert np.array_equal(sets(free.outputs[0].routed_experts), sets(chosen))
+    assert np.array_equal(sets(chosen_experts(free.outputs[0])), sets(chosen))
     assert (scored(free) - own).abs().max() < 1e-4
     _, forced = oracle.run(tokens, np.concatenate([routes, routes[-1:]]))
     assert (scored(replayed) - forced).abs().max() < 1e-4
     assert (forced - own).abs().max() > 1e-3
-    assert np.array_equal(replayed.outputs[0].routed_experts[:-1], routes)
+    assert np.array_equal(chosen_experts(replayed.outputs[0])[:-1], routes)
     engine.runner.run(update(old))
     (back,) = engine.generate((PROMPT, PARAMS))
-    assert np.array_equal(back.outputs[0].routed_experts, routes)
+    assert np.array_equal(chosen_experts(back.outputs[0]), routes)
 
 
 def test_over_http(engine: Engine, first: CompletionOutput) -> None:
@@ -240,7 +241,7 @@ def test_over_http(engine: Engine, first: CompletionOutput) -> None:
 
             _, whole = await post("/v1/completions", prompt=PROMPT, **common)
             encoded = whole["choices"][0]["routed_experts"]
-            assert np.array_equal(read(whole["choices"][0]), first.routed_experts)
+            assert np.array_equal(read(whole["choices"][0]), chosen_experts(first))
             _, given = await post(
                 "/v1/completions", prompt=PROMPT, routed_experts=encoded, n=2,
                 routed_experts_prompt_start=0, **common,
@@ -328,12 +329,12 @@ def test_ways_of_computing(folder: Path, oracle: Oracle, way: str) -> None:
             for output in engine.generate(*((prompt, params) for prompt in prompts)):
                 for choice in output.outputs:
                     routes, _ = oracle.run([*output.prompt_token_ids, *choice.token_ids])
-                    assert np.array_equal(sets(choice.routed_experts), sets(routes[:-1]))
+                    assert np.array_equal(sets(chosen_experts(choice)), sets(routes[:-1]))
         given = np.tile(np.array([4, 1, 15]), (len(PROMPT) + 10, LAYERS, 1))
         (output,) = engine.generate((PROMPT, replay(given)))
         answer = output.outputs[0]
-        assert np.array_equal(answer.routed_experts[: len(given)], given)
-        whole = np.concatenate([answer.routed_experts, answer.routed_experts[-1:]])
+        assert np.array_equal(chosen_experts(answer)[: len(given)], given)
+        whole = np.concatenate([chosen_experts(answer), chosen_experts(answer)[-1:]])
         _, logprobs = oracle.run([*PROMPT, *answer.token_ids], whole)
         assert (sampled(answer) - logprobs[len(PROMPT) - 1 :]).abs().max() < 1e-4
         llm.shutdown()
@@ -352,7 +353,7 @@ def test_a_stop_string_ends_them(folder: Path, backend: str) -> None:
             params = PARAMS.with_(stop=[text[place : place + 2]])
             (output,) = llm.generate([prompt], params, use_tqdm=False)
             (choice,) = output.outputs
-            assert len(choice.routed_experts) == 24 + len(choice.token_ids) - 1
+            assert len(chosen_experts(choice)) == 24 + len(choice.token_ids) - 1
 
 
 def test_what_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ def test_without_the_flag_requests_are_refused(folder: Path) -> None:
     flags = {**FLAGS, "enable_return_routed_experts": False}
     with LLM(str(folder), **flags) as llm:
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], PARAMS, use_tqdm=False)
-        assert output.outputs[0].routed_experts is None
+        assert chosen_experts(output.outputs[0]) is None
         start = PARAMS.with_(extra_args={"routed_experts_prompt_start": 3})
         for params in (replay(np.zeros((1, 3, 3), np.int64)), start):
             (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from modulm.contracts.outputs import CompletionOutput
     from modulm.contracts.sampling import PoolingParams
 
 __all__ = [
     "FIELD",
     "START",
     "Replay",
+    "chosen_experts",
     "encode_routes",
     "is_salted",
     "routes_of",
@@ -46,6 +48,15 @@ class Replay:
 
     start: int = 0
     experts: np.ndarray | None = None
+
+
+def chosen_experts(output: CompletionOutput) -> np.ndarray | None:
+    """Return the experts that the routers chose: integers [tokens, layers, top_k].
+
+    Of the prompt and all tokens but the last; of new tokens in a delta stream. None without
+    `--enable-return-routed-experts`.
+    """
+    return (output.arrays or {}).get(FIELD)
 
 
 def encode_routes(routes: np.ndarray) -> str:

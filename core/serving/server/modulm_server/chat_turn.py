@@ -16,6 +16,7 @@ from attrs import define, evolve, field, frozen
 
 from modulm.contracts.parser import Content, ParseContext, Reasoning, ToolStart
 from modulm.contracts.sampling import OutputKind
+from modulm_expert_routes import chosen_experts
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_parsing import ParsedMessage, assemble, message_parser
 from modulm_server.errors import ApiError
@@ -239,7 +240,7 @@ class RunningTurn:
             stop_reason=choice.stop_reason,
             generated=self.generated[index],
             weight_versions=choice.weight_versions,
-            routed_experts=choice.routed_experts,
+            routed_experts=chosen_experts(choice),
         )
 
     def _note_calls(self, index: int, events: Sequence[Event], *, ended: bool) -> None:

@@ -15,6 +15,7 @@ from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_vllm.engine import ModelFacts
 from modulm_vllm.failures import EngineDeadError, as_vllm, refuse
+from modulm_vllm.outputs import with_vllm_names
 from modulm_vllm.params import LoRARequest, native
 from modulm_vllm.tokenizers import that_can_be_awaited
 
@@ -77,7 +78,7 @@ class AsyncLLMEngine:
             )
             async with aclosing(outputs):
                 async for output in outputs:
-                    yield output
+                    yield with_vllm_names(output)
 
     async def encode(
         self,

@@ -17,6 +17,7 @@ from modulm_frontend.lora import OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_tokenizers.tokenizer import open_tokenizer
 from modulm_vllm.failures import as_vllm, refuse
+from modulm_vllm.outputs import with_vllm_names
 from modulm_vllm.params import native, native_adapter
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class LLMEngine:
             with as_vllm():
                 output = current.take()
             if output is not None:
-                outputs.append(output)
+                outputs.append(with_vllm_names(output))
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:

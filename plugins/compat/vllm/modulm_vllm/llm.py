@@ -19,6 +19,7 @@ from modulm_vllm.arguments import flags_for
 from modulm_vllm.engine import EngineFacts
 from modulm_vllm.failures import as_vllm, refuse
 from modulm_vllm.metrics import Metric, read
+from modulm_vllm.outputs import with_vllm_names
 from modulm_vllm.params import (
     SamplingParams,
     native,
@@ -52,7 +53,7 @@ class LLM(frontend.LLM):
 
     def _run(self, *arguments: Any) -> list[Any]:
         self._local_weights.finish()
-        return super()._run(*arguments)
+        return [with_vllm_names(output) for output in super()._run(*arguments)]
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache."""

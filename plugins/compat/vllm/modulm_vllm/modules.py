@@ -29,6 +29,7 @@ _LLM = _all("modulm_vllm.llm", "LLM")
 _ENGINE = _all("modulm_vllm.engine", "LLMEngine")
 _ASYNC = _all("modulm_vllm.async_engine", "AsyncLLMEngine")
 _TOKENIZER = _all("modulm_vllm.tokenizers", "AnyTokenizer", "get_tokenizer")
+_COMPLETION = _all("modulm_vllm.outputs", "CompletionOutput")
 _PARSER = _all(_ARGUMENTS, "FlexibleArgumentParser")
 _LORA = _all(_PARAMS, "LoRARequest")
 _VERSION = _all("modulm_vllm.version", "__version__", "__version_tuple__")
@@ -46,7 +47,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "vllm": {
         **_LLM, **_ENGINE, **_ASYNC, **_VERSION,
         **_all(_ARGUMENTS, "AsyncEngineArgs", "EngineArgs"),
-        **_all(_OUTPUTS, "CompletionOutput", "RequestOutput", *_POOLED),
+        **_COMPLETION, **_all(_OUTPUTS, "RequestOutput", *_POOLED),
         **_all(_PARAMS, "PoolingParams", "SamplingParams"),
         **_all(_PROMPTS, "PromptType", "TextPrompt", "TokensPrompt"),
     },
@@ -85,7 +86,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "vllm.lora": {},
     "vllm.lora.request": _LORA,
     "vllm.outputs": {
-        **_all(_OUTPUTS, "CompletionOutput", "RequestOutput", *_POOLED),
+        **_COMPLETION, **_all(_OUTPUTS, "RequestOutput", *_POOLED),
     },
     "vllm.pooling_params": _all(_PARAMS, "PoolingParams"),
     "vllm.sampling_params": _all(

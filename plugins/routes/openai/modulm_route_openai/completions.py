@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from modulm_expert_routes import encode_routes
+from modulm_expert_routes import chosen_experts, encode_routes
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_route_openai.answers import (
     StreamUsage,
@@ -293,8 +293,9 @@ class Completions:
             choice_object["token_ids"] = [] if job.nothing else list(choice.token_ids)
         if job.body.return_weight_versions:
             choice_object["weight_versions"] = version_ranges(choice.weight_versions)
-        if choice.routed_experts is not None and not job.nothing:
-            choice_object["routed_experts"] = encode_routes(choice.routed_experts)
+        experts = chosen_experts(choice)
+        if experts is not None and not job.nothing:
+            choice_object["routed_experts"] = encode_routes(experts)
         return choice_object
 
     def _logprobs(

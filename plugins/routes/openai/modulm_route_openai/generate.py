@@ -11,7 +11,7 @@ from attrs import frozen
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 from starlette.responses import Response
 
-from modulm_expert_routes import encode_routes
+from modulm_expert_routes import chosen_experts, encode_routes
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,
@@ -173,7 +173,7 @@ class Generate:
         generated = sum(len(choice.token_ids) for choice in output.outputs)
         answer: GenerateAnswer = {
             **job.head,
-            "choices": [_choice(job, choice, choice.routed_experts) for choice in output.outputs],
+            "choices": [_choice(job, choice, chosen_experts(choice)) for choice in output.outputs],
             "usage": usage(len(output.prompt_token_ids), generated, output.num_cached_tokens),
         }
         if body.return_token_ids:
@@ -256,8 +256,9 @@ class Generate:
                 for choice in output.outputs:
                     generated[choice.index] += len(choice.token_ids)
                     counted.generated(choice.index, generated[choice.index])
-                    if choice.routed_experts is not None:
-                        routes[choice.index].append(choice.routed_experts)
+                    experts = chosen_experts(choice)
+                    if experts is not None:
+                        routes[choice.index].append(experts)
                     ended = routes[choice.index] if choice.finished() else []
                     made = _choice(job, choice, np.concatenate(ended) if ended else None)
                     chunk: GenerateAnswer = {**job.head, "choices": [made]}
