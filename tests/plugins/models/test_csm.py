@@ -23,9 +23,10 @@ from safetensors.torch import save_file
 from samples import parametrize_sample
 from speaking import make_csm
 
+from modulm import LLM
 from modulm.config.sources import keywords
 from modulm.contracts.sampling import OutputKind, SamplingParams
-from modulm.errors import RequestError
+from modulm.errors import ConfigError, RequestError
 from modulm_csm.csm_speaker import CsmSpeaker
 from modulm_media.limits import Limits
 from modulm_media.sound_files import decode_sound
@@ -74,7 +75,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     config = keywords(
         model=str(folder), served_model_name="m", device="cpu", dtype="float32",
         max_model_len=48, block_size=16, num_gpu_blocks_override=4,
-        disable_frontend_multiprocessing=True, enable_lora=True,
+        disable_frontend_multiprocessing=True, enable_lora=True, speculative="auto",
         lora_modules=(f"reader={folder / 'reader'}",),
     ).config  # fmt: skip
     engine = AsyncLLM.from_config(config)
@@ -120,7 +121,7 @@ def generated(model: Any, speaker: CsmSpeaker, text: str, voice: str, frames: in
 async def generate(
     engine: Any, name: str, tokens: list[int], frames: int, *, ignore_eos: bool = True
 ) -> Any:
-    params = SamplingParams(temperature=0, max_tokens=frames, detokenize=False, speculative=0,
+    params = SamplingParams(temperature=0, max_tokens=frames, detokenize=False,
                             ignore_eos=ignore_eos, output_kind=OutputKind.FINAL_ONLY)  # fmt: skip
     source = engine.generate({"prompt_token_ids": tokens}, params, name)
     return [output async for output in source][-1].outputs[0]
@@ -140,6 +141,15 @@ def test_frames_and_sound_are_those_of_transformers(world: World) -> None:
         assert answer.arrays["samples"] == pytest.approx(wanted.samples, abs=1e-5)
         assert 0.05 < np.abs(wanted.samples).max() < 1
     assert [answer.finish_reason for answer in answers] == ["stop", "length", "length"]
+
+
+def test_nothing_is_drafted(world: World) -> None:
+    """Requests need not turn drafts off: there are none, and a named drafter is refused."""
+    assert not world.live.engine.info.limit("drafts", "drafts")
+    config = world.live.engine.info.config
+    drafter = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match="no tokens are drafted.*codes of sound"):
+        LLM.from_config(config.with_(speculative_config=drafter, enable_lora=False))
 
 
 def test_no_code_is_an_end_of_texts(world: World) -> None:

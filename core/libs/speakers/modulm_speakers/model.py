@@ -57,6 +57,8 @@ class SpeakingModel(ABC):
 
     #: Why `modulm.testing.models.check_model`, which compares texts, cannot check it.
     kit_not_run: ClassVar[str] = "it answers in sound: compare its frames with an implementation"
+    #: Why `modulm_speculation` drafts no tokens for it; None for a model beside a text model.
+    no_drafts: ClassVar[str | None] = "its tokens are codes of sound"
 
     codebooks: int
     codebook_size: int

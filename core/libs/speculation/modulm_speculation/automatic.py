@@ -104,6 +104,8 @@ def _unsuitable(config: EngineConfig, family: type[Model]) -> str | None:
     """Return why nothing is drafted for the model, or None."""
     if config.model.runner == "pooling" or "generate" not in family.tasks:
         return "a pooling model generates no tokens"
+    if (reason := getattr(family, "no_drafts", None)) is not None:
+        return str(reason)
     if config.parallel.pipeline_parallel_size > 1:
         return "not with pipeline stages"
     if config.model.batch_invariant:

@@ -37,6 +37,7 @@ class Talking(SpeakingModel):
     """
 
     kit_not_run = ""
+    no_drafts = None
     speaks = False
     rate = _RATE
     config: Any

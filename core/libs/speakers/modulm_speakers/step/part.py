@@ -41,9 +41,12 @@ class SpeechPart(StepPart):
         if built.mesh.world.size > 1:
             message = "not supported yet: models that speak on several ranks; use replicas"
             raise ConfigError("tensor_parallel_size", message)
+        named = next(filter(built.config.value, _DRAFTERS), None)
         if model.beside_text is None:
+            if named is not None:
+                raise ConfigError(named, f"no tokens are drafted for this model: {model.no_drafts}")
             return SpeechRunner(built)
-        if any(map(built.config.value, _DRAFTERS)):
+        if named is not None:
             message = "not supported yet: with a named drafter; --speculative auto works"
             raise ConfigError("enable_audio_output", message)
         return TalkerRunner(built)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from attrs import define, field
@@ -27,7 +27,6 @@ _ALLOWED: Mapping[str, Sequence[Any]] = {
     "stop": (None, (), []),
     "prompt_logprobs": (None,),
     "structured_outputs": (None,),
-    "speculative": (0,),
 }
 
 
@@ -42,6 +41,9 @@ class _Sound:
 class SpeechPlanner(PartPlanner):
     """Turns prefix reuse off: the names of blocks tell only the first code of each frame."""
 
+    #: Fields that must have certain values -> these values, the one to use first.
+    allowed: ClassVar[Mapping[str, Sequence[Any]]] = {**_ALLOWED, "speculative": (0, None)}
+
     def __init__(self, context: PlannerContext) -> None:
         context.prefixes.enabled = False
         self._codebook_size = int(context.values["codebook_size"])
@@ -55,7 +57,7 @@ class SpeechPlanner(PartPlanner):
         params = request.params
         if not isinstance(params, SamplingParams):
             return
-        for name, allowed in _ALLOWED.items():
+        for name, allowed in self.allowed.items():
             if getattr(params, name) not in allowed:
                 raise RequestError(
                     f"{name}: this model answers in sound, not in text: use POST /v1/audio/speech, "

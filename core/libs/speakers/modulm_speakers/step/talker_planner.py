@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -22,7 +22,12 @@ __all__ = ["TalkerPlanner"]
 
 
 class TalkerPlanner(SpeechPlanner):
-    """Rows that speak, and those whose states are wanted, share no prefixes: they need a salt."""
+    """Rows that speak, and those whose states are wanted, share no prefixes: they need a salt.
+
+    Rows of texts may have drafts, so those that speak must say that they have none.
+    """
+
+    allowed: ClassVar[Mapping[str, Sequence[Any]]] = {**SpeechPlanner.allowed, "speculative": (0,)}
 
     def __init__(self, context: PlannerContext) -> None:
         enabled = context.prefixes.enabled
