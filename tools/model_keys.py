@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
 from pathlib import Path
@@ -60,17 +61,20 @@ _DEAD = {
 }
 
 
-def tables() -> dict[Path, dict[str, Any]]:
-    """Return keys.json of each package that has one: model type -> defaults and unknown keys."""
+def tables(names: Iterable[str] | None = None) -> dict[Path, dict[str, Any]]:
+    """Return keys.json of each package that has one: model type -> defaults and unknown keys.
+
+    names: only these models, by their architectures.
+    """
     import transformers
 
     files: dict[Path, dict[str, Any]] = {}
     plugins = manager.current()
-    for declared in plugins.names("models"):
-        theirs = getattr(getattr(transformers, declared.name, None), "config_class", None)
+    for name in [each.name for each in plugins.names("models")] if names is None else names:
+        theirs = getattr(getattr(transformers, name, None), "config_class", None)
         if theirs is None:
             continue
-        mine = plugins.load("models", declared.name).config_type
+        mine = plugins.load("models", name).config_type
         package = import_module(mine.__module__.partition(".")[0])
         file = Path(str(package.__file__)).parent / "keys.json"
         by_type = files.setdefault(file, {})
@@ -135,10 +139,15 @@ def sources(theirs: Any) -> str:
     return configuration + models.replace("self.config.", "config.").replace("self.", "")
 
 
+def encode(table: Mapping[str, Any]) -> str:
+    """Return the text of a file."""
+    return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
+
+
 def main(arguments: list[str]) -> int:
     stale = []
     for file, table in tables().items():
-        text = json.dumps(table, indent=1, ensure_ascii=False) + "\n"
+        text = encode(table)
         if not file.exists() or file.read_text(encoding="utf-8") != text:
             stale.append(file)
             if "--check" not in arguments:
