@@ -477,6 +477,10 @@ class LLM(WeightUpdates):
         self._core.wake_up()
         self._weights.reload()
 
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, at any level, and `wake_up` not yet."""
+        return self._weights.state.asleep is not None or self._core.is_sleeping()
+
     def shutdown(self) -> None:
         """Release the model. The LLM cannot be used afterwards; a second call does nothing."""
         self._open_now = False
