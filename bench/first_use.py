@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from harness import Server, free_port
 
 MODULM = str(Path(sys.executable).parent / "modulm")
 CASES = {}
@@ -46,24 +47,15 @@ def command(*arguments: str, timeout: float = 480) -> None:
 
 @contextmanager
 def server(*flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [MODULM, "serve", *(flags or ("demo",)), "--port", str(port)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
+    served = Server(process, port, "demo")
     try:
-        while True:
-            try:
-                httpx.get(f"{url}/health")
-                break
-            except httpx.TransportError:
-                time.sleep(0.1)
-            if process.poll() is not None:
-                raise RuntimeError(f"the server ended with {process.returncode}")
-        yield url, process
+        served.wait()
+        yield served.url, process
     finally:
         if process.poll() is None:
             process.terminate()
@@ -113,7 +105,7 @@ def hangup() -> None:
                         show(f"the stream ended whole, with {tokens} chunks")
         except httpx.HTTPError as error:
             show(f"the stream broke after {tokens} chunks: {type(error).__name__}: {error}")
-        show(f"exit code {process.wait(60)}")
+        show(f"exit code {process.wait(300)}")
 
 
 def _silence() -> bytes:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import httpx
 import ollama
 import torch
+from harness import Server, free_port
 from safetensors.torch import save_file
 
 import modulm_demo
@@ -46,25 +44,18 @@ def main() -> None:
         shutil.copytree(checkpoint, folder / "models" / "demo-copy")
         hidden = json.loads((checkpoint / "config.json").read_text())["hidden_size"]
         write_adapter(folder / "adapter", hidden)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         command = [Path(sys.executable).parent / "modulm", "serve", "--port", str(port),
                    "--models-dir", folder / "models", "--models-dir-writable"]  # fmt: skip
         print("$ modulm serve --models-dir models --models-dir-writable")
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        url = f"http://127.0.0.1:{port}"
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        server = Server(process, port, "demo")
         try:
-            while True:
-                try:
-                    httpx.get(f"{url}/health")
-                    break
-                except httpx.TransportError:
-                    time.sleep(0.2)
-            trials(ollama.Client(host=url, timeout=600), folder)
-        finally:
-            server.terminate()
             server.wait()
+            trials(ollama.Client(host=server.url, timeout=600), folder)
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def trials(client: ollama.Client, folder: Path) -> None:
