@@ -69,6 +69,28 @@ def test_stream_equals_whole(client: openai.OpenAI, text: str) -> None:
     assert final.usage == whole.usage
 
 
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_messages_as_the_model_reads_and_writes_them(
+    client: openai.OpenAI, live: Live, logprobs: bool
+) -> None:
+    """vLLM's `enable_response_messages`: the prompt and the answer, with their tokens."""
+    options: Any = {"model": "M", "input": "think first", "top_logprobs": int(logprobs) or None}
+    more = {"extra_body": {"enable_response_messages": True}}
+    whole = client.responses.create(**options, **more)
+    prompt, answer = whole.input_messages[0], whole.output_messages[0]
+    seen = live.engine.seen[-1][0]
+    assert prompt["message"] == seen["prompt"]
+    assert prompt["tokens"] == list(seen["prompt_token_ids"])
+    assert prompt["type"] == answer["type"] == "raw_message_tokens"
+    assert answer["message"].endswith(whole.output_text)
+    assert whole.output[0].content[0].text in answer["message"]
+    assert len(answer["tokens"]) == whole.usage.output_tokens
+    *_, last = client.responses.create(**options, **more, stream=True)
+    assert last.response.input_messages == whole.input_messages
+    assert last.response.output_messages == whole.output_messages
+    assert not hasattr(client.responses.create(**options), "input_messages")
+
+
 def test_reasoning_and_tools_are_items(client: openai.OpenAI) -> None:
     thought = client.responses.create(model="M", input="think first")
     assert [item.type for item in thought.output] == ["reasoning", "message"]

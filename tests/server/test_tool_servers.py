@@ -134,6 +134,21 @@ def test_the_server_calls_the_tool_and_the_model_goes_on(client, live, label) ->
     assert "It rains in Paris." in live.engine.seen[-1][0]["prompt"]
 
 
+def test_raw_messages_of_several_turns(client, live) -> None:
+    """As in vLLM, the prompt of a later turn is among the output's messages."""
+    answer = client.responses.create(
+        model="M", input="use weather", tools=[tool()],
+        extra_body={"enable_response_messages": True},
+    )  # fmt: skip
+    prompts = [prompt["prompt"] for prompt, *_ in live.engine.seen[-2:]]
+    call, prompt, last = answer.output_messages
+    assert [each["message"] for each in (*answer.input_messages, prompt)] == prompts
+    assert "Paris" in call["message"]
+    assert last["message"] == answer.output_text == "Done."
+    made = len(call["tokens"]) + len(last["tokens"])
+    assert made == answer.usage.output_tokens
+
+
 def test_a_stream_tells_what_is_called(client) -> None:
     options: Any = {"model": "M", "input": "use both", "tools": [tool()], "stream": True}
     kinds, items, final = [], [], None

@@ -46,7 +46,6 @@ GENERATION = Absent(
 RESPONSES = Absent(
     refused={
         **_COMMON,
-        "enable_response_messages": "/v1/chat/completions/render shows the prompt",
         "previous_input_messages": "send earlier messages in input, or previous_response_id",
     },
     no_effect={

@@ -7,10 +7,8 @@ import logging
 import time
 from contextlib import aclosing
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import field, frozen
 from fastapi import APIRouter, Request
 from msgspec import structs
 from starlette.responses import Response
@@ -18,9 +16,10 @@ from starlette.responses import Response
 from modulm_parsing import thinking_variables
 from modulm_route_responses.approvals import approvals, declined
 from modulm_route_responses.body import refuse, response, summed, usage
-from modulm_route_responses.conversations import Conversation, Conversations
+from modulm_route_responses.conversations import Conversations
 from modulm_route_responses.events import Log
 from modulm_route_responses.flags import ResponsesConfig
+from modulm_route_responses.job import Job, RawMessages, calls_made, end_early, stays_with_server
 from modulm_route_responses.objects import Deleted, Event, InputTokens, ResponseObject
 from modulm_route_responses.output import LogprobsOf, Output
 from modulm_route_responses.prompts import StoredPrompts
@@ -52,59 +51,20 @@ from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.rendering import Rendered, rendered
 from modulm_server.route import RouteFamily
 from modulm_server.sampling import check_priority
-from modulm_server.sse import EventStream, event
+from modulm_server.sse import EventStream
 from modulm_server.tool_servers import ToolServers
 from modulm_server.transfer import transferred
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator
 
     from modulm.contracts.sampling import SamplingParams
-    from modulm_route_responses.objects import Usage
     from modulm_server.chat_turn import RunningTurn
     from modulm_server.generation import ServedModel
 
 __all__ = ["Responses"]
 
 log = logging.getLogger("modulm_server")
-
-
-@frozen
-class _Job:
-    """A validated request. `stored.body` is the response so far. pieces: the engine's outputs are
-    deltas. request_items: the input items of this request. hosted: the tools that the server runs;
-    request, model: for the prompts after their calls. usages: of the turns so far.
-    """
-
-    turn: ChatTurn
-    stored: Stored
-    output: Output = field(factory=Output)
-    keep: bool = True
-    pieces: bool = False
-    conversation: Conversation | None = None
-    hosted: HostedTools = field(factory=HostedTools)
-    request: ResponsesRequest | None = None
-    model: ServedModel | None = None
-    usages: list[Usage] = field(factory=list)
-    request_items: Sequence[dict[str, Any]] = ()
-    numbers: Iterator[int] = field(factory=count)
-
-    @property
-    def body(self) -> ResponseObject:
-        return self.stored.body
-
-    def frame(self, value: dict[str, Any]) -> bytes:
-        """Encode an event with its sequence number."""
-        return event(value["type"], {**value, "sequence_number": next(self.numbers)})
-
-    def state(self, name: str) -> bytes:
-        """Encode an event with the whole response so far."""
-        return self.frame({"type": f"response.{name}", "response": self.body})
-
-    def failed(self, api_error: ApiError) -> bytes:
-        """Encode the error event at the end of a failed stream."""
-        error = {"code": api_error.code, "message": api_error.message, "param": api_error.param}
-        return self.frame({"type": "error", **error})
 
 
 class Responses(RouteFamily):
@@ -232,7 +192,7 @@ class Responses(RouteFamily):
 
     async def _job(
         self, request: Request, body: ResponsesRequest, runs: bool = True
-    ) -> tuple[_Job, ResponsesRequest]:
+    ) -> tuple[Job, ResponsesRequest]:
         """Validate and render a request; returns it with its stored prompt applied.
 
         Calls that the client has approved are made first, if it `runs`.
@@ -289,7 +249,7 @@ class Responses(RouteFamily):
         seen = {i["server_label"] for i in earlier_items if i["type"] == "mcp_list_tools"}
         output.items += [item for item in hosted.listed if item["server_label"] not in seen]
         output.items += calls
-        job = _Job(
+        job = Job(
             turn,
             stored,
             output,
@@ -300,6 +260,7 @@ class Responses(RouteFamily):
             hosted=hosted,
             request=body,
             model=model,
+            raw=RawMessages.of(turn.prompt) if body.enable_response_messages else None,
         )
         return job, body
 
@@ -396,7 +357,7 @@ class Responses(RouteFamily):
 
     # Running it.
 
-    def _start_background(self, job: _Job, *, stream: bool) -> Response:
+    def _start_background(self, job: Job, *, stream: bool) -> Response:
         """Start a background response. Its events are stored if it is streamed."""
         stored = job.stored
         self._store.put(stored)
@@ -408,7 +369,7 @@ class Responses(RouteFamily):
         quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
         return EventStream(events.read(start), quiet=quiet)
 
-    async def _run_in_background(self, job: _Job) -> None:
+    async def _run_in_background(self, job: Job) -> None:
         """Run a background response and store its result or error."""
         stored, body = job.stored, job.body
         events = stored.log
@@ -423,32 +384,35 @@ class Responses(RouteFamily):
                 async for frame in self._frames(job, started):
                     events.add(frame)
         except asyncio.CancelledError:
-            _stopped(job, "cancelled")
+            end_early(job, "cancelled")
             raise
         except Exception as error:
             api_error = describe(error, body["id"])
             log.error("Response %s failed: %s", body["id"], escape(str(error)))
             body["error"] = {"code": api_error.code or "server_error", "message": api_error.message}
-            _stopped(job, "failed")
+            end_early(job, "failed")
         finally:
             stored.task = None
             if events is not None:
                 events.close()
                 self._store.trim()
 
-    async def _whole(self, job: _Job, started: RunningTurn) -> None:
+    async def _whole(self, job: Job, started: RunningTurn) -> None:
         if job.pieces or job.output.items or job.hosted.by_name:
             async for _ in self._frames(job, started):
                 pass
             return
         output, messages = await started.messages()
+        if job.raw is not None:
+            job.raw.add_output(output.outputs[0])
+            job.raw.end_turn()
         for _ in job.output.feed(messages[0].parsed.deltas):
             pass
         thought = await started.reasoning_tokens() or 0
         self._finish(job, output, messages[0].finish_reason, (messages[0].generated, thought))
 
     def _finish(
-        self, job: _Job, output: Any, reason: str, counts: tuple[int, int]
+        self, job: Job, output: Any, reason: str, counts: tuple[int, int]
     ) -> list[dict[str, Any]]:
         """Complete and store the response; returns the events that close its last item.
 
@@ -463,6 +427,8 @@ class Responses(RouteFamily):
         body["incomplete_details"] = {"reason": _REASONS.get(reason, reason)} if cut else None
         body["output"] = job.output.items
         body["usage"] = summed([*job.usages, usage(output, *counts)])
+        if job.raw is not None:
+            body["input_messages"], body["output_messages"] = job.raw.input, job.raw.output
         if (there := transferred(output).get("kv_transfer_params")) is not None:
             body["kv_transfer_params"] = there
         job.stored.messages += messages_of(job.output.items, needed=False)
@@ -472,7 +438,7 @@ class Responses(RouteFamily):
             job.conversation.add([*job.request_items, *job.output.items])
         return last
 
-    async def _frames(self, job: _Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
+    async def _frames(self, job: Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
         if not job.body["background"]:
             yield job.state("created")
         job.body["status"] = "in_progress"
@@ -484,6 +450,8 @@ class Responses(RouteFamily):
             first = len(job.output.items)
             async with aclosing(started.running) as outputs:
                 async for output in outputs:
+                    if job.raw is not None:
+                        job.raw.add_output(output.outputs[0])
                     for delta in started.deltas(output):
                         for value in job.output.feed(delta.events, delta):
                             yield job.frame(value)
@@ -491,14 +459,16 @@ class Responses(RouteFamily):
                             continue
                         reason = delta.finish_reason
                         counts = delta.generated, await started.reasoning_tokens() or 0
+            if job.raw is not None:
+                job.raw.end_turn()
             if reason != "length" and job.hosted.by_name:
                 for value in job.output.close():
                     yield job.frame(value)
                 async for value in self._run_calls(job):
                     yield job.frame(value)
-                if not _stays_with_server(job.output.items[first:]):
+                if not stays_with_server(job.output.items[first:]):
                     pass
-                elif _calls_made(job) < self._limit(job):
+                elif calls_made(job) < self._limit(job):
                     job.usages.append(usage(output, *counts))
                     started = await self._go_on(job)
                     continue
@@ -509,50 +479,39 @@ class Responses(RouteFamily):
             yield job.state(job.body["status"])
             return
 
-    def _limit(self, job: _Job) -> int:
+    def _limit(self, job: Job) -> int:
         """The number of calls of tool servers after which the response ends."""
         requested = None if job.request is None else job.request.max_tool_calls
         return min(self._most_calls, requested or self._most_calls)
 
-    async def _run_calls(self, job: _Job) -> AsyncGenerator[dict[str, Any], None]:
+    async def _run_calls(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
         """Make the calls that wait, and yield their events; none beyond the limit."""
         for index in job.output.waiting():
             item = job.output.items[index]
             place = {"output_index": index, "item_id": item["id"]}
             yield {"type": "response.mcp_call.in_progress", **place}
-            if _calls_made(job) < self._limit(job):
+            if calls_made(job) < self._limit(job):
                 await job.hosted.run(item)
             else:
                 item |= {"status": "failed", "error": "too many tool calls"}
             yield {"type": f"response.mcp_call.{item['status']}", **place}
             yield {"type": "response.output_item.done", "output_index": index, "item": dict(item)}
 
-    async def _go_on(self, job: _Job) -> RunningTurn:
+    async def _go_on(self, job: Job) -> RunningTurn:
         """Start the turn after the server's calls."""
         if job.request is None or job.model is None:
             raise ApiError(500, "this response cannot go on")
         body = structs.replace(job.request, tool_choice=None)
         messages = [*job.stored.messages, *messages_of(job.output.items, needed=False)]
         turn, _ = await self._turn(body, messages, job.model, job.hosted)
+        if job.raw is not None:
+            job.raw.add_prompt(turn.prompt)
         return await turn.start()
 
 
 #: The end of a response whose model called too many tools.
 _TOO_MANY = "max_tool_calls"
 _REASONS = {"length": "max_output_tokens"}
-
-
-def _calls_made(job: _Job) -> int:
-    """The number of calls of tool servers that this response has made."""
-    ended = ("completed", "failed")
-    items = job.output.items
-    return sum(item["type"] == "mcp_call" and item["status"] in ended for item in items)
-
-
-def _stays_with_server(items: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the model called tools of the server, and nothing that the client must answer."""
-    kinds = {item["type"] for item in items}
-    return "mcp_call" in kinds and not kinds & {"function_call", "mcp_approval_request"}
 
 
 def _system(text: str) -> dict[str, Any]:
@@ -571,16 +530,6 @@ def _start_index(after: str | None) -> int:
     if not after.isascii() or not after.isdigit() or len(after) > 9:
         raise bad_field("starting_after", "starting_after must be the sequence number of an event")
     return int(after) + 1
-
-
-def _stopped(job: _Job, status: Literal["cancelled", "failed"]) -> None:
-    """End an incomplete response, with its output so far."""
-    for _ in job.output.close("incomplete"):
-        pass
-    job.body["output"] = job.output.items
-    job.body["status"] = status
-    if job.stored.log is not None:
-        job.stored.log.add(job.state(status))
 
 
 async def _end(stored: Stored) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "InputTokens",
     "Item",
     "OutputText",
+    "RawMessage",
     "ResponseObject",
     "Usage",
 ]
@@ -24,7 +25,7 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 
 class OutputText(TypedDict):
-    """Text for the user; logprobs: where they were asked for."""
+    """The text of a message. logprobs: if requested."""
 
     type: Literal["output_text"]
     text: str
@@ -33,14 +34,14 @@ class OutputText(TypedDict):
 
 
 class ReasoningText(TypedDict):
-    """The text of a thought."""
+    """The text of a reasoning item."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class MessageItem(TypedDict):
-    """What the model said."""
+    """A message of the model."""
 
     id: str
     type: Literal["message"]
@@ -50,7 +51,7 @@ class MessageItem(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """What the model thought."""
+    """The reasoning before a message or call."""
 
     id: str
     type: Literal["reasoning"]
@@ -60,7 +61,7 @@ class ReasoningItem(TypedDict):
 
 
 class FunctionCallItem(TypedDict):
-    """A call that the model wants made; its arguments are JSON in a text."""
+    """A call for the client to make. arguments: JSON text."""
 
     id: str
     type: Literal["function_call"]
@@ -90,7 +91,7 @@ class ListedToolsItem(TypedDict):
 
 
 class HostedCallItem(TypedDict):
-    """A call that this server made; its arguments are JSON in a text. error: instead of output."""
+    """A call that this server made. arguments: JSON text. error: instead of output."""
 
     id: str
     type: Literal["mcp_call"]
@@ -120,20 +121,20 @@ Item = (
 
 
 class InputDetails(TypedDict):
-    """Tokens that were found in the cache, and put there."""
+    """Prompt tokens found in the prefix cache, and written to it."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputDetails(TypedDict):
-    """Tokens that were thoughts."""
+    """Reasoning tokens among the generated ones."""
 
     reasoning_tokens: int
 
 
 class Usage(TypedDict):
-    """What was read and written, in tokens."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -161,8 +162,16 @@ class ConversationName(TypedDict):
     id: str
 
 
+class RawMessage(TypedDict):
+    """A prompt, or what the model wrote, as text with its tokens."""
+
+    type: Literal["raw_message_tokens"]
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(Transferred):
-    """A response, as far as it is."""
+    """A response, possibly incomplete. input_messages, output_messages: if they were requested."""
 
     id: str
     object: Literal["response"]
@@ -194,17 +203,19 @@ class ResponseObject(Transferred):
     truncation: str
     usage: Usage | None
     user: str | None
+    input_messages: NotRequired[list[RawMessage]]
+    output_messages: NotRequired[list[RawMessage]]
 
 
 class InputTokens(TypedDict):
-    """How long the input of a response would be."""
+    """Token count of an input."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
 class Deleted(TypedDict):
-    """It is gone."""
+    """A deleted response or conversation."""
 
     id: str
     object: Literal["response", "conversation.deleted"]
@@ -221,13 +232,13 @@ class Card(TypedDict):
 
 
 class Numbered(TypedDict):
-    """The place of an event in its stream."""
+    """Position of an event in its stream."""
 
     sequence_number: int
 
 
 class StateEvent(Numbered):
-    """The whole response as it is now."""
+    """The response at a change of its status."""
 
     type: Literal[
         "response.created",
@@ -250,7 +261,7 @@ class ItemEvent(Numbered):
 
 
 class Within(Numbered):
-    """What an event within an item says of its place."""
+    """Position of an event within an item."""
 
     output_index: int
     item_id: str
@@ -265,7 +276,7 @@ class PartEvent(Within):
 
 
 class TextGrows(Within):
-    """More text for the user."""
+    """New text of a message."""
 
     type: Literal["response.output_text.delta"]
     content_index: int
@@ -283,7 +294,7 @@ class TextDone(Within):
 
 
 class ReasoningGrows(Within):
-    """More of a thought."""
+    """New text of a reasoning item."""
 
     type: Literal["response.reasoning_text.delta"]
     content_index: int
@@ -291,7 +302,7 @@ class ReasoningGrows(Within):
 
 
 class ReasoningDone(Within):
-    """A whole thought."""
+    """The whole text of a reasoning item."""
 
     type: Literal["response.reasoning_text.done"]
     content_index: int
@@ -299,7 +310,7 @@ class ReasoningDone(Within):
 
 
 class ArgumentsGrow(Within):
-    """More of a call's arguments."""
+    """New text of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta", "response.mcp_call_arguments.delta"]
     delta: str
@@ -329,7 +340,7 @@ class HostedCallEvent(Within):
 
 
 class FailedEvent(Numbered):
-    """A stream cannot go on."""
+    """An error that ends a stream."""
 
     type: Literal["error"]
     code: str | None

@@ -102,6 +102,7 @@ class ResponsesRequest(SamplerFields, kw_only=True):
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
+    enable_response_messages: bool | None = None
     thinking_token_budget: Budget | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     logit_bias: dict[str, float] | None = None
