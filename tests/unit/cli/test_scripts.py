@@ -92,8 +92,8 @@ REFUSED = [
     ("serve gpt2 -pcp 2", "--prefill-context-parallel-size: not supported yet"),
     ("serve m --distributed-executor-backend dask", "no installed plugin provides executor 'dask'"),
     (
-        'serve m --enable-lora --default-mm-loras \'{"image": "x"}\'',
-        "--default-mm-loras: not supported yet",
+        'serve m --enable-lora --default-mm-loras \'{"smell": "x"}\'',
+        "--default-mm-loras: 'smell' must be image, audio or video",
     ),
     ("serve m --enable-lora --max-loras 4 --max-cpu-loras 2", "--max-cpu-loras: 2 is less than"),
     ("serve m --enable-lora --max-lora-rank 1024", "--max-lora-rank: 1024 is above"),

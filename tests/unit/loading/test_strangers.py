@@ -128,7 +128,7 @@ WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "
         (of(**SPEECH), "-modulm-transformers", ("speech model", "transcripts")),
         (of(**WHISPER), "-modulm-whisper", ("speech model", "pip install modulm-whisper")),
         (of(architectures=["BartForConditionalGeneration"], model_type="bart",
-            is_encoder_decoder=True), "-modulm-bart",
+            is_encoder_decoder=True), "-modulm-bart,-modulm-transformers",
          ("encoder-decoder", "pip install modulm-bart")),
         (of(architectures=["OwnEncoderDecoder"], model_type="own", is_encoder_decoder=True), "",
          ("encoder-decoder", "no package")),

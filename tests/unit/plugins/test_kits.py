@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from samples import parametrize_sample
 
 import modulm
@@ -191,7 +192,7 @@ PLANTED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
         ("{voice}: {text}", "{voice}: ", "does not use the text"),
         ("{voice}: {text}", "{voice}: {text}{instructions}", "they are used"),
         ("names = (\"anna\", \"ben\")", "names = (\"anna\", \"anna\")", "listed twice"),
-        ("names = (\"anna\", \"ben\")", "names = ()", "no voices|IndexError"),
+        ("names = (\"anna\", \"ben\")", "names = ()", "no voices"),
         ("{\"temperature\": 0.9}", "{\"temprature\": 0.9}", "no field"),
         ("if token not in special],", "if token not in special] + [9999],", "does not have"),
     ),
@@ -382,7 +383,7 @@ def driver_of(kind: str, source: str) -> Iterator[Any]:
     names = names_of(kind, "x")
     module = ModuleType(names.package)
     sys.modules[names.package] = module
-    registered = []
+    registered, dtype = [], torch.get_default_dtype()
     if kind in DATA:
         folder = Path(tempfile.mkdtemp())
         path = f"x{DATA[kind]}"
@@ -399,6 +400,7 @@ def driver_of(kind: str, source: str) -> Iterator[Any]:
         name = (classes or public or module.__all__)[0]
         yield module if kind == "hooks" else vars(module)[name]
     finally:
+        torch.set_default_dtype(dtype)
         del sys.modules[names.package]
         for which in registered:
             modulm.unregister(*which)
