@@ -176,10 +176,10 @@ class MoE(ExpertChoice):
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         weights, ids = self.choose(self.router(x))
-        kept: Tensor | None = None
+        identity_weights: Tensor | None = None
         if self.first_identity is not None:
             identity = ids >= self.first_identity
-            kept = (weights * identity).sum(-1, keepdim=True)
+            identity_weights = (weights * identity).sum(-1, keepdim=True)
             weights, ids = weights.masked_fill(identity, 0), ids.masked_fill(identity, 0)
         gate_up, down = self.gate_up, self.down
         mixed: Tensor = self.fused_experts(
@@ -193,8 +193,8 @@ class MoE(ExpertChoice):
             **self.gate,
         )
         mixed = self.summed(mixed)
-        if kept is not None:
-            mixed = mixed + (kept * x).to(mixed.dtype)
+        if identity_weights is not None:
+            mixed = mixed + (identity_weights * x).to(mixed.dtype)
         return mixed if self.shared is None else self.ops.add(mixed, self.shared(x))
 
     def summed(self, mixed: Tensor) -> Tensor:

@@ -223,9 +223,9 @@ def _wrap(backend: Any) -> Tokenizer:
 
     # A copy: the codec changes truncation and padding.
     codec = RustCodec(Core.from_str(backend.backend_tokenizer.to_str()))
-    kept = {"chat_template": backend.chat_template}
-    kept["response_template"] = getattr(backend, "response_template", None)
-    settings = {**backend.special_tokens_map, **kept}
+    templates = {"chat_template": backend.chat_template}
+    templates["response_template"] = getattr(backend, "response_template", None)
+    settings = {**backend.special_tokens_map, **templates}
     return build_tokenizer(codec, settings, Path(path), path, weakref.ref(backend))
 
 

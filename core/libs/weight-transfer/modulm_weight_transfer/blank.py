@@ -165,9 +165,9 @@ class BlankModel:
             units = [unit for unit in units if id(first_unit(unit)) in chosen]
             if in_parts:
                 units = [self._reduced(unit, names) for unit in units]
-        taken = {id(unit) for unit in units}
-        taken |= {id(self._reduced_units[id(unit)]) for unit in units if id(unit) not in own}
-        rest = [unit for unit in self.units if id(unit) not in taken]
+        received = {id(unit) for unit in units}
+        received |= {id(self._reduced_units[id(unit)]) for unit in units if id(unit) not in own}
+        rest = [unit for unit in self.units if id(unit) not in received]
         shared = evolve(shared, units=units, elsewhere=[*shared.elsewhere, *rest])
         return plan_checkpoint(evolve(self.built, shared=shared, loader=loader), self.checkpoint)
 

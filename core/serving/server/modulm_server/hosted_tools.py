@@ -89,7 +89,7 @@ async def hosted_tools(
     reached.
     """
     hosted = HostedTools()
-    taken = {str(tool.get("name")) for tool in tools if tool.get("type") == "function"}
+    used_names = {str(tool.get("name")) for tool in tools if tool.get("type") == "function"}
     for index, tool in enumerate(tools):
         if tool.get("type") != "mcp":
             continue
@@ -104,11 +104,11 @@ async def hosted_tools(
         chosen = [each for each in offered if allowed is None or each["name"] in allowed]
         for each in chosen:
             name = each["name"]
-            if name in taken or not _FUNCTION.fullmatch(name):
+            if name in used_names or not _FUNCTION.fullmatch(name):
                 name = re.sub("[^A-Za-z0-9_-]", "_", f"{server.settings.label}__{name}")[:64]
-            if name in taken:
+            if name in used_names:
                 raise bad_field("tools", f"{where}: two tools are called {name!r}")
-            taken.add(name)
+            used_names.add(name)
             approval = _needs_approval(tool.get("require_approval", "always"), each["name"], where)
             forced = server.settings.approval == "always"
             hosted.by_name[name] = HostedTool(server, each["name"], forced or approval)

@@ -179,8 +179,8 @@ class SdpaAttention(AttentionBackend):
         slots = cache.view(-1, *cache.shape[2:])
         if self.spec.kv_dtype in PACKED:
             alone = self.spec.latent or self.spec.picks
-            kept = (k,) if alone else (k, v)
-            slots[plan.slots] = torch.cat([pack(x, self.packed) for x in kept], -1)
+            stored = (k,) if alone else (k, v)
+            slots[plan.slots] = torch.cat([pack(x, self.packed) for x in stored], -1)
         else:
             slots[plan.slots, :, : q.shape[-1]] = narrow(k, inputs.k_scale, cache.dtype)
             if cache.shape[-1] > q.shape[-1]:

@@ -93,11 +93,11 @@ def speed_bench(folder: str, options: RecordedOptions) -> list[str]:
 
 def chosen(rows: Sequence[Mapping[str, Any]], category: str | None) -> list[Mapping[str, Any]]:
     """Return the rows of a category. Raises click.UsageError naming the ones that there are."""
-    kept = [row for row in rows if category is None or row.get("category") == category]
-    if rows and not kept:
+    selected = [row for row in rows if category is None or row.get("category") == category]
+    if rows and not selected:
         known = ", ".join(sorted({str(row.get("category")) for row in rows}))
         raise click.UsageError(f"there is no category {category!r}: use one of {known}")
-    return kept
+    return selected
 
 
 @frozen
@@ -180,10 +180,10 @@ def hub_rows(
             subset, split = first["config"], first["split"]
         rows: list[dict[str, Any]] = []
         while len(rows) < count:
-            asked = {"offset": len(rows), "length": min(_PAGE, count - len(rows))}
-            answer = _answer(client, "/rows", dataset=name, config=subset, split=split, **asked)
+            page = {"offset": len(rows), "length": min(_PAGE, count - len(rows))}
+            answer = _answer(client, "/rows", dataset=name, config=subset, split=split, **page)
             rows += [each["row"] for each in answer["rows"]]
-            if len(answer["rows"]) < asked["length"]:
+            if len(answer["rows"]) < page["length"]:
                 break
         return rows
 

@@ -121,8 +121,8 @@ class MoonshotKimiaForCausalLM(MultimodalModel):
         mel, windows = stacked(self, items, "input_features")
         states = yield from self.tower.run(mel)
         counts = [int(n) for item in items for n in item.tensors["counts"].reshape(-1)]
-        kept = [row[: _MERGED * n] for row, n in zip(states, counts, strict=True)]
-        wide = torch.cat([row.reshape(len(row) // _MERGED, -1) for row in kept])
+        whole_frames = [row[: _MERGED * n] for row, n in zip(states, counts, strict=True)]
+        wide = torch.cat([row.reshape(len(row) // _MERGED, -1) for row in whole_frames])
         tokens: Tensor = self.norm(self.projector(wide))
         blank = torch.from_numpy(items[0].tensors["blank"].reshape(-1).copy()).to(self.device)
         tokens = (tokens + self.text.embeddings(blank).to(tokens.dtype)) * 2**0.5

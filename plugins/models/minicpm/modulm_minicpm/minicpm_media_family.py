@@ -180,8 +180,8 @@ class MiniCPMV2Family(MediaFamily):
         ((rows, columns),) = outputs["grids"]
         text = reader.placeholder(int(rows), int(columns))
         ids = reader.tokenizer([text], add_special_tokens=False)["input_ids"]
-        kept = {name: outputs[name] for name in ("pixel_values", "target_sizes")}
-        return {**kept, "input_ids": ids}
+        pixels = {name: outputs[name] for name in ("pixel_values", "target_sizes")}
+        return {**pixels, "input_ids": ids}
 
     def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
         """Parentheses around placeholders are left out, and images get numbers from 2.6 on."""

@@ -48,8 +48,8 @@ def _kinds(blocks: tuple[dict[str, Any], ...], key: str) -> tuple[str, ...]:
         kind = block.get("block_type")
         if kind not in _KINDS:
             raise ValueError(f"{key}: layer {index}: block_type: {kind!r} is unknown")
-        given = {name for name, value in block.items() if value is not None}
-        if other := sorted(given - _OWN[kind] - {"block_type"}):
+        set_keys = {name for name, value in block.items() if value is not None}
+        if other := sorted(set_keys - _OWN[kind] - {"block_type"}):
             raise ValueError(f"{key}: layer {index}: {other[0]}: not supported yet")
     return tuple(_KINDS[block["block_type"]] for block in blocks)
 

@@ -243,5 +243,5 @@ class InternS1ProForConditionalGeneration(Qwen3VLMoeForConditionalGeneration):
             "architectures": ["InternS1ProForConditionalGeneration"],
             "model_type": "interns1_pro",
         }
-        kept = {key: value for key, value in text.items() if key != "rope_parameters"}
-        return {**table, **names, "text_config": kept}
+        text_config = {key: value for key, value in text.items() if key != "rope_parameters"}
+        return {**table, **names, "text_config": text_config}

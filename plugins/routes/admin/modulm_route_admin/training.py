@@ -211,10 +211,10 @@ class Training(RouteFamily):
 
     async def finish_weight_update(self, request: Request) -> Response:
         """Switch to the new weights."""
-        given = (
+        requested = (
             (await read(request, FinishRequest)).weight_version if await body_of(request) else None
         )
-        version = None if given is None else _version(given)
+        version = None if requested is None else _version(requested)
         with self._operations.measure("finish"):
             await _whole(self.context.engine.finish_weight_update())
         if version is not None:

@@ -203,13 +203,13 @@ class Chat:
 
     async def _hosted_tools(self, body: ChatRequest) -> HostedTools:
         """The tools of type mcp. Raises ApiError."""
-        given = [tool for tool in body.tools or () if isinstance(tool, dict)]
-        functions = [tool.get("function") for tool in given]
+        declared = [tool for tool in body.tools or () if isinstance(tool, dict)]
+        functions = [tool.get("function") for tool in declared]
         tools = [
             {"type": "function", "name": function.get("name")}
             if isinstance(function, dict)
             else tool
-            for tool, function in zip(given, functions, strict=True)
+            for tool, function in zip(declared, functions, strict=True)
         ]
         hosted = await hosted_tools(tools, self._tool_servers, current_key())
         several = (body.n or 1) * (body.best_of or 1) > 1 or body.use_beam_search
