@@ -12,11 +12,11 @@ from torch.nn import Module, ModuleList
 
 from modulm.nn import Builder
 from modulm_layers import size
+from modulm_qwen.snake import Snake
 from modulm_speakers.codec import Float32Module
 
 __all__ = ["BigVgan", "BigVganConfig", "Convolution"]
 
-_TINY = 1e-9
 #: Of the spectrogram, in decibels.
 _LEAST_DB, _REFERENCE_DB = -115, 20
 _TAPS = 12
@@ -56,16 +56,11 @@ class Convolution(Float32Module):
         return F.conv1d(x, self.weight, self.bias if self.biased else None, dilation=self.dilation)
 
 
-class _Snake(Float32Module):
-    """x + sin(x * exp(alpha))^2 / exp(beta), at twice the rate, so that nothing is aliased."""
-
-    alpha: Tensor
-    beta: Tensor
+class _Snake(Snake):
+    """Computed at twice the rate, so that nothing is aliased."""
 
     def __init__(self, b: Builder, name: str, channels: int) -> None:
-        super().__init__()
-        for attribute in ("alpha", "beta"):
-            self.add(b, f"{name}.act.{attribute}", attribute, channels)
+        super().__init__(b, f"{name}.act", channels)
 
     def forward(self, x: Tensor) -> Tensor:
         taps = _low_pass(x.device).expand(x.shape[1], 1, -1)
@@ -74,9 +69,7 @@ class _Snake(Float32Module):
         x = 2 * F.conv_transpose1d(x, taps, stride=2, groups=len(taps))
         cut = 2 * pad + (_TAPS - 2) // 2
         x = x[..., cut:-cut]
-        alpha, beta = self.alpha.exp()[:, None], self.beta.exp()[:, None]
-        x = x + torch.sin(x * alpha).square() / (beta + _TINY)
-        x = F.pad(x, (_TAPS // 2 - 1, _TAPS // 2), mode="replicate")
+        x = F.pad(self.activate(x), (_TAPS // 2 - 1, _TAPS // 2), mode="replicate")
         return F.conv1d(x, taps, stride=2, groups=len(taps))
 
 

@@ -18,6 +18,7 @@ from torch.nn import Module, ModuleList
 
 from modulm.nn import Builder
 from modulm_layers import only, size
+from modulm_qwen.snake import Snake
 from modulm_speakers.codec import (
     CausalConvolution,
     CausalDecoder,
@@ -29,8 +30,6 @@ from modulm_speakers.codec import (
 
 __all__ = ["Code2Wav", "Code2WavConfig"]
 
-#: Added to the scale of `_Snake`.
-_TINY = 1e-9
 _NORM_EPS = 1e-6
 _DILATIONS = (1, 3, 9)
 _KERNEL = 7
@@ -82,20 +81,9 @@ class Code2WavConfig:
         return float((self.rope_parameters or {}).get("rope_theta", self.rope_theta))
 
 
-class _Snake(Float32Module):
-    """x + sin(x * exp(alpha))^2 / exp(beta), per channel (arXiv 2006.08195)."""
-
-    alpha: Tensor
-    beta: Tensor
-
-    def __init__(self, b: Builder, name: str, channels: int) -> None:
-        super().__init__()
-        for attribute in ("alpha", "beta"):
-            self.add(b, f"{name}.{attribute}", attribute, channels)
-
+class _Snake(Snake):
     def forward(self, x: Tensor, past: Past) -> Tensor:
-        alpha, beta = self.alpha.exp()[:, None], self.beta.exp()[:, None]
-        return x + torch.sin(x * alpha).square() / (beta + _TINY)
+        return self.activate(x)
 
 
 class _Residual(Module):
