@@ -401,8 +401,10 @@ class LLM(WeightUpdates):
         return self._pool([job], use_tqdm, [lora_request])
 
     def count_by(self, statistics: Statistics) -> None:
-        """Report every step and request to `statistics`, such as `modulm_server`'s Prometheus
-        metrics.
+        """Report every step and request to `statistics` from now on.
+
+        `modulm_server.engine.metrics.Metrics("name")` counts what servers show at /metrics. For
+        vLLM's `LLM.get_metrics()`, use `LLM` of modulm-vllm, which counts from the start.
         """
         self._output_processor.statistics = statistics
 
