@@ -2,7 +2,8 @@
 
 A block is [heads, block size + 4, width] int8. Row i holds token i: its key, then its value. Column
 i of the last rows holds what the token's scales are made of: mantissa and exponent of the key's and
-of the value's. A scale is (1 + (mantissa + 128) / 256) 2^exponent.
+of the value's. A latent is a value followed by the rest of its key: its two scales are theirs. A
+scale is (1 + (mantissa + 128) / 256) 2^exponent.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def block_size(cache: Any) -> int:
 def quantize(entries: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Return codes [tokens, heads, width] int8 and [tokens, heads, ROWS] int8.
 
-    entries: [tokens, heads, width], of which the first `size` numbers are the key. A scale is the
-    largest magnitude / 127, rounded up to its form: codes need no clipping.
+    entries: [tokens, heads, width], of which the first `size` numbers share the first scale. A
+    scale is the largest magnitude / 127, rounded up to its form: codes need no clipping.
     """
     codes, marks = [], []
     for part in (entries[..., :size], entries[..., size:]):
@@ -46,7 +47,7 @@ def quantize(entries: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def scales_of(marks: Any) -> tuple[Any, Any]:
-    """Return the scales of keys and values [..., 1, tokens] fp32; marks: [..., ROWS, tokens]."""
+    """Return both scales [..., 1, tokens] fp32; marks: [..., ROWS, tokens]."""
     wide = marks.astype(jnp.int32)
     return (
         _scale(wide[..., 0:1, :], wide[..., 1:2, :]), _scale(wide[..., 2:3, :], wide[..., 3:4, :])

@@ -38,6 +38,11 @@ class Look(NamedTuple):
     softcap: float = 0.0
     latent: bool = False
 
+    @property
+    def first(self) -> int:
+        """Numbers of a cache of integers that share the first scale."""
+        return self.values if self.latent else self.size
+
 
 class Work(NamedTuple):
     """A step: its block tables [rows, columns] int32 and the arrays of `Tiles`."""
@@ -119,11 +124,13 @@ def attend_plain(
     block = block_size(cache)
     pages = cache[work.tables[work.rows]].transpose(0, 2, 1, 3, 4)
     wide = pages[..., :block, :].astype(jnp.float32)
-    k = wide[..., : look.size]
-    v = wide[..., : look.values] if look.latent else wide[..., look.size :]
     if cache.dtype == jnp.int8:
         scales = scales_of(pages[..., block:, :block])
-        k, v = (part * scale.swapaxes(-1, -2) for part, scale in zip((k, v), scales, strict=True))
+        parts = jnp.split(wide, [look.first], -1)
+        scaled = (part * s.swapaxes(-1, -2) for part, s in zip(parts, scales, strict=True))
+        wide = jnp.concatenate(tuple(scaled), -1)
+    k = wide[..., : look.size]
+    v = wide[..., : look.values] if look.latent else wide[..., look.size :]
     k, v = (part.reshape(tiles, heads, -1, part.shape[-1]) for part in (k, v))
     scores = jnp.einsum("thqd,thkd->thqk", grouped.astype(jnp.float32), k, precision="highest")
     scores = _capped(scores * look.scale, look)
@@ -174,11 +181,16 @@ def _attend(
             entries = cache[0, head, :block].astype(queries.dtype)
             k = entries[:, : look.size]
             v = entries[:, : look.values] if look.latent else entries[:, look.size :]
-            products = _product(queries, k, 1) * look.scale
             if integers:
-                k_scales, v_scales = scales_of(cache[0, head, block:, :block])
-                products = products * k_scales
-            scores = _capped(products, look)
+                scales = scales_of(cache[0, head, block:, :block])
+                v_scales = scales[0 if look.latent else 1]
+                products = _product(queries[:, : look.first], k[:, : look.first], 1) * scales[0]
+                if look.first < look.size:
+                    rest = _product(queries[:, look.first :], k[:, look.first :], 1)
+                    products = products + rest * scales[1]
+            else:
+                products = _product(queries, k, 1)
+            scores = _capped(products * look.scale, look)
             before = most[head]
             now = jnp.maximum(before, jnp.where(seen, scores, _UNSEEN).max(1, keepdims=True))
             weights = jnp.where(seen, jnp.exp(scores - now), 0.0)

@@ -11,7 +11,7 @@ __all__ = ["grouped_matmul", "linear", "paged_attention", "write_kv"]
 def write_kv(entries: Tensor, cache: Tensor, slots: Tensor, keys: int = 0) -> None:
     """Write [tokens, kv heads, width] to the slots of [blocks, kv heads, block size, width].
 
-    keys: numbers of a key, for caches of `integers`.
+    keys: numbers with the first scale, for caches of `integers`.
     """
     if cache.dtype != torch.int8:
         size = cache.shape[2]
@@ -35,7 +35,10 @@ def write_kv(entries: Tensor, cache: Tensor, slots: Tensor, keys: int = 0) -> No
 
 
 def _decoded(cache: Tensor, size: int) -> Tensor:
-    """Return the numbers of a cache [blocks, kv heads, block size, width] in fp32."""
+    """Return the numbers of a cache [blocks, kv heads, block size, width] in fp32.
+
+    size: numbers with the first scale.
+    """
     if cache.dtype != torch.int8:
         return cache.float()
     wide = cache.float()
@@ -68,7 +71,7 @@ def paged_attention(
     q: [tokens, heads, size] -> [tokens, heads, values].
     """
     out = q.new_zeros(*q.shape[:2], values)
-    decoded = _decoded(cache, size)
+    decoded = _decoded(cache, values if latent else size)
     starts = query_starts.tolist()
     for row, length in enumerate(context_lens.tolist()):
         first, end = starts[row], starts[row + 1]

@@ -27,7 +27,7 @@ def write_kv(
 
     entries: [tokens, kv heads, width], keys followed by values. slots: [tokens] int32, block *
     block size + offset. Tokens of a block must be adjacent in the step, except in the null block,
-    whose contents are then undefined. keys: numbers of a key, for caches as in `integers`.
+    whose contents are then undefined. keys: numbers with the first scale, as in `integers`.
     """
     tokens, heads, width = entries.shape
     size = block_size(cache)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.media.checkpoint import write_llava
 from tests.support.samples import parametrize_sample
 
@@ -30,7 +31,8 @@ from modulm.contracts.state import StateSpec
 from modulm.errors import ConfigError, ModulmError
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
-from modulm_platform_tpu.devices import chip_memory
+from modulm_platform_tpu.devices import chip_memory, chips_of
+from modulm_platform_tpu.hooks import REFUSED
 from modulm_platform_tpu.sizes import sizes_of, steps_of
 from modulm_towers.testing import images
 
@@ -165,12 +167,66 @@ def test_sizes() -> None:
     [
         ({"enforce_eager": True}, "enforce_eager"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        ({"speculative_config": {"method": "dflash"}}, "speculative_config"),
+        ({"speculative_config": {"method": "other"}}, "speculative_config"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(flags, name) -> None:
     with pytest.raises(ModulmError, match=f"{name}: not supported on tpu yet"):
         LLM("demo", device="tpu", **{**SETTINGS, **flags})
+
+
+def test_what_is_refused_comes_with_what_to_use_instead() -> None:
+    assert all("; use " in reason for reason in REFUSED.values())
+
+
+@pytest.mark.exhaustive
+def test_heads_that_choose_one_token_by_another_are_refused(tmp_path) -> None:
+    from tests.plugins.speculators import test_dflash
+
+    target = str(make_tiny(tmp_path / "target", num_hidden_layers=5))
+    tensors = test_dflash.backbone() | test_dflash.markov()
+    head = test_dflash.write(
+        tmp_path / "head", tensors, "Qwen3DSparkModel", **test_dflash.SMALL_HEAD
+    )
+    table = {"method": "dspark", "model": head}
+    with pytest.raises(ModulmError, match="Qwen3DSparkModel .* use a DFlashDraftModel head"):
+        LLM(target, device="tpu", **{**SETTINGS, "speculative_config": table})
+
+
+def test_a_replica_sees_its_own_chips_of_a_host(tmp_path, monkeypatch) -> None:
+    """A stand-in for libtpu: the variables are there when JAX first looks for devices."""
+    import jax
+
+    from modulm_platform_tpu import platform
+
+    seen: list[str | None] = []
+    found = jax.local_devices()
+
+    def local_devices() -> list[Any]:
+        seen.append(os.environ.get("TPU_VISIBLE_CHIPS"))
+        return found[:2]
+
+    monkeypatch.setattr(platform, "look", lambda: (100, "TPUs"))
+    monkeypatch.setattr(platform, "chip_memory", lambda: 32 << 30)
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    replica = platform.TpuPlatform()
+    replica.take_share(2, 4)
+    assert replica.memory().total == 32 << 30
+    assert "replicas" in replica.describe()
+    assert not seen
+    assert replica._place(2).size == 2
+    assert seen[0] == "2,3"
+    assert seen[1:] == [None] * len(seen[1:])
+    whole = platform.TpuPlatform()
+    whole.take_share(0, 2)
+    assert whole._place(2).size == 2
+    assert "2,3" not in seen[1:]
+    variables = chips_of(1, 1, tmp_path)
+    assert variables["TPU_VISIBLE_CHIPS"] == "1"
+    assert variables["TPU_PROCESS_PORT"] != chips_of(0, 1, tmp_path)["TPU_PROCESS_PORT"]
+    for first, count in ((0, 3), (1, 2)):
+        with pytest.raises(ConfigError, match="replicas on a TPU host have 1, 2, 4, 8 devices"):
+            chips_of(first, count, tmp_path)
 
 
 def test_without_a_tpu_it_is_chosen_explicitly(monkeypatch) -> None:
@@ -229,6 +285,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3ForCausalLM",
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     ),
+    "a drafter by the model": ("Qwen3ForCausalLM", {"speculative": "auto"}),
     "suffix": (
         "FalconH1ForCausalLM",
         {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
@@ -260,10 +317,12 @@ def test_features_give_the_tokens_of_the_cpu(name, tmp_path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa", "mtp"])
+@pytest.mark.parametrize(
+    "method", ["dflash", "draft_model", "eagle", "eagle3", "medusa", "mtp", "peagle"]
+)
 def test_drafts_are_those_of_the_cpu(method, tmp_path) -> None:
     """Drafters that run models: tokens, what is drafted for each text, and programs at start."""
-    from tests.plugins.speculators import test_eagle, test_medusa
+    from tests.plugins.speculators import test_dflash, test_eagle, test_medusa
 
     from modulm_platform_tpu.compilations import COMPILATIONS
 
@@ -282,6 +341,14 @@ def test_drafts_are_those_of_the_cpu(method, tmp_path) -> None:
         make_tiny(tmp_path / "head", num_hidden_layers=1)
     elif method == "medusa":
         test_medusa.own(tmp_path / "head", test_medusa.make_heads())
+    elif method == "dflash":
+        test_dflash.write(tmp_path / "head", test_dflash.backbone(), "DFlashDraftModel")
+    elif method == "peagle":
+        tensors = test_eagle.weights(6, True, False)
+        tensors["mask_hidden"] = torch.randn(1, 1, 3 * test_eagle.HIDDEN)
+        more = {**test_eagle.THREE, "ptd_token_id": test_eagle.MASK}
+        test_eagle.write(tmp_path / "head", tensors, "PeagleLlamaForCausalLM", **more)
+        method = "eagle3"
     elif method.startswith("eagle"):
         third = method == "eagle3"
         architecture = "LlamaForCausalLMEagle" + "3" * third
@@ -524,9 +591,12 @@ def test_memory_is_known_without_jax(tmp_path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "DeepseekV3ForCausalLM"])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-def test_narrow_caches_give_nearly_the_logits_of_wide_ones(kv_cache_dtype, tmp_path) -> None:
-    folder = str(make_tiny(tmp_path, "Qwen3ForCausalLM"))
+def test_narrow_caches_give_nearly_the_logits_of_wide_ones(
+    kv_cache_dtype, architecture, tmp_path
+) -> None:
+    folder = str(make_tiny(tmp_path, architecture))
     found = []
     for more in ({}, {"kv_cache_dtype": kv_cache_dtype}):
         with LLM(folder, device="tpu", additional_config=SIZES, **SETTINGS, **more) as llm:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from modulm.contracts.model import Batch, CacheSpec
     from modulm_speculation.draft_model import DraftModel
 
-__all__ = ["HIDDEN", "HiddenChain", "ModelSpeculator", "allocated_tokens", "ends_of"]
+__all__ = [
+    "HIDDEN", "HiddenChain", "ModelSpeculator", "allocated_tokens", "ends_of", "lengthened",
+]  # fmt: skip
 
 #: Key in `Batch.extras` of the hidden states that a head continues from: [tokens, hidden].
 HIDDEN = "hidden"
@@ -48,6 +50,11 @@ class ModelSpeculator(Speculator):
         """
         return self.draft.run(batch)
 
+    @property
+    def chosen_at_once(self) -> int:
+        """The most tokens of a row that are chosen from the states of one batch."""
+        return 1
+
     def warm_up(
         self, build_batch: Callable[[np.ndarray], Batch], zeros: Callable[..., Tensor]
     ) -> None:
@@ -58,9 +65,12 @@ class ModelSpeculator(Speculator):
         """
         for counts in self.draft.steps:
             batch = build_batch(counts)
+            most = self.chosen_at_once * len(counts)
+            sizes = [len(counts)] if most == len(counts) else list(self.draft.samples(most))
             for extras in self.example_inputs(len(batch.tokens), len(counts), zeros):
                 states = self.draft.run(evolve(batch, extras=extras))
-                self.draft.choose(states[torch.zeros(len(counts), dtype=torch.int64)])
+                for size in sizes:
+                    self.draft.choose(states[torch.zeros(size, dtype=torch.int64)])
 
     def example_inputs(
         self, tokens: int, rows: int, zeros: Callable[..., Tensor]
@@ -91,7 +101,7 @@ class ModelSpeculator(Speculator):
             if ahead:
                 runs = _singles(rows[at], ends[at] + first + ahead - 1)
                 batch = step.build_batch(runs)
-                tokens = _lengthened(tokens, len(batch.tokens))
+                tokens = lengthened(tokens, len(batch.tokens))
                 states = self.run(evolve(batch, tokens=tokens), states, ahead)[: len(at)]
             chosen.append((at, self.draft.choose(states)))
         for ahead, (at, tokens) in enumerate(chosen):
@@ -133,7 +143,7 @@ class HiddenChain(ModelSpeculator):
         return ({HIDDEN: zeros((tokens, self.width), dtype)},)
 
     def run(self, batch: Batch, states: Tensor, ahead: int) -> Tensor:
-        extras = {HIDDEN: _lengthened(states, len(batch.tokens))}
+        extras = {HIDDEN: lengthened(states, len(batch.tokens))}
         return self.draft.run(evolve(batch, extras=extras))
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
@@ -146,7 +156,7 @@ class HiddenChain(ModelSpeculator):
             states = self.run(batch, inputs[HIDDEN], 0)
         else:
             count = len(batch.tokens)
-            inputs = {name: _lengthened(part, count) for name, part in inputs.items()}
+            inputs = {name: lengthened(part, count) for name, part in inputs.items()}
             states = self.draft.run(evolve(batch, extras=inputs))
         if not any(step.most):
             return [np.zeros(0, dtype=np.int64)] * len(step.rows)
@@ -170,7 +180,7 @@ def allocated_tokens(table: np.ndarray, size: int) -> np.ndarray:
     return room
 
 
-def _lengthened(tensor: Tensor, length: int) -> Tensor:
+def lengthened(tensor: Tensor, length: int) -> Tensor:
     """Append rows to a tensor of a batch that is padded."""
     more = length - len(tensor)
     if not more:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, ref
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from modulm.contracts.checkpoint import Checkpoint
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import Batch, Model
-    from modulm.contracts.platform import Platform
+    from modulm.contracts.platform import Platform, StepSizes
     from modulm_speculation.target import Target
 
 __all__ = [
@@ -106,19 +106,20 @@ class DraftOptions(Options):
 class DraftModel:
     """A loaded draft model and its configuration.
 
-    mesh: the ranks that share it, those of the target. padded: whether its steps are padded to few
-    sizes, since the device runs programs of fixed shapes. max_length: number of positions. targets:
-    [draft vocabulary] int64, offsets from draft token ids to the target's, if the model has any
-    (`d2t`). Raises UnsupportedError for models with recurrent states, which cannot be rolled back.
+    mesh: the ranks that share it, those of the target. sizes: those that its steps are padded to,
+    since the device runs programs of fixed shapes; None: they are not. max_length: number of
+    positions. targets: [draft vocabulary] int64, offsets from draft token ids to the target's, if
+    the model has any (`d2t`). Raises UnsupportedError for models with recurrent states, which
+    cannot be rolled back.
     """
 
     def __init__(
         self, config: EngineConfig, loaded: Loaded, mesh: Mesh | None = None,
-        padded: bool = False,
+        sizes: StepSizes | None = None,
     ) -> None:  # fmt: skip
         self.config, self.loaded, self.mesh = config, loaded, mesh or Mesh()
         self.model: Model = loaded.model
-        self.padded = padded
+        self.sizes, self.padded = sizes, sizes is not None
         self.max_length = loaded.max_model_len
         self.targets: Tensor | None = getattr(loaded.model, "d2t", None)
         who = type(self.model).__name__
@@ -153,6 +154,13 @@ class DraftModel:
         """The steps to run at start, so that their programs are compiled: tokens of each row."""
         forward = self._forward
         return forward.steps if self.padded and isinstance(forward, RecordedForward) else ()
+
+    def samples(self, most: int) -> Iterator[int]:
+        """Yield the numbers of tokens that steps are padded to when up to `most` are chosen."""
+        for size in self.sizes.samples if self.sizes else ():
+            yield size
+            if size >= most:
+                return
 
     def choose(self, hidden: Tensor) -> Tensor:
         """Return the most probable tokens: hidden [n, hidden] -> [n] int64."""
@@ -208,8 +216,9 @@ def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
             loaded = load_model(config, checkpoint, target.platform, plugins, target.mesh)
         finally:
             _forget_classes(config)
-        padded = target.platform.step_sizes(1, 1) is not None
-        draft = DraftModel(config, loaded, target.mesh, padded)
+        flags = target.config.scheduler
+        most = flags.max_num_seqs or 1, flags.max_num_batched_tokens or 1
+        draft = DraftModel(config, loaded, target.mesh, target.platform.step_sizes(*most))
         set_draft(target, draft)
         return draft
     except ModulmError as error:

@@ -100,8 +100,6 @@ class PallasAttention(AttentionBackend):
                 f"supports KV caches in the model's dtype or {', '.join(_NARROW)}, not in "
                 f"{spec.kv_dtype}"
             )
-        if spec.kv_dtype == "int8" and spec.latent:
-            return "does not support latents in int8"
         if spec.window and not spec.causal:
             return "does not support a window in both directions"
         return None
@@ -112,7 +110,7 @@ class PallasAttention(AttentionBackend):
         if spec.kv_dtype != "int8":
             return sizes
         # A block's scales are rows as wide as keys and values.
-        width = spec.head_dim + (spec.value_dim or spec.head_dim)
+        width = spec.head_dim + (0 if spec.latent else spec.value_dim or spec.head_dim)
         return tuple(size for size in sizes if size <= width)
 
     def layout(self, blocks: int) -> KVLayout:
@@ -182,7 +180,7 @@ class PallasAttention(AttentionBackend):
         on_tpu = jax.default_backend() == "tpu"
         write = write_kv if on_tpu else write_plain
         attend = paged_attention if on_tpu else attend_plain
-        written = write(jnp.concatenate(parts, -1), cache, slots, keys=self.look.size)
+        written = write(jnp.concatenate(parts, -1), cache, slots, keys=self.look.first)
         result = attend(q, written, work, self.look, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
         return result, written
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from modulm.errors import UnsupportedError
-from modulm.plugins import Proposal, hookimpl
+from modulm.errors import PluginError, UnsupportedError
+from modulm.plugins import Proposal, hookimpl, manager
 from modulm_platform_tpu.devices import look
-from modulm_platform_tpu.settings import LOOKUPS, drafter_of
+from modulm_platform_tpu.settings import AUTO, LOOKUPS, drafter_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,18 +18,23 @@ __all__ = [
     "DRAFTERS", "REFUSED", "modulm_config_final", "modulm_config_proposals", "runs_on_tpu",
 ]  # fmt: skip
 
-#: Flags that must keep their default, and why.
+#: Flags that must keep their default: why, and what to use instead.
 REFUSED = {
-    "batch_invariant": "all steps are padded to few sizes",
-    "decode_context_parallel_size": "caches are split by heads only",
-    "enable_eplb": "experts stay on their devices",
-    "enforce_eager": "all steps run as compiled programs",
-    "kv_offloading_size": "its caches cannot be copied to the host",
-    "kv_transfer_config": "its caches cannot be copied to the host",
-    "pipeline_parallel_size": "all devices compute each layer",
-    "weight_transfer_config": "weights are arguments of its programs",
+    "batch_invariant": "all steps are padded to few sizes; use CPUs or GPUs (--device)",
+    "decode_context_parallel_size": "caches are split by heads; use --tensor-parallel-size",
+    "enable_eplb": "experts stay on their devices; use --enable-expert-parallel alone",
+    "enforce_eager": "all steps run as compiled programs; use --optimization-level 0 to compile "
+    "them when they are needed",
+    "kv_offloading_size": "its caches cannot be copied to the host; use --kv-cache-dtype int8 or "
+    "fp8 to fit more",
+    "kv_transfer_config": "its caches cannot be copied to the host; use --data-parallel-size for "
+    "more replicas",
+    "pipeline_parallel_size": "all devices compute each layer; use --tensor-parallel-size",
+    "weight_transfer_config": "weights are arguments of its programs; use sleep level 2 and "
+    "wake_up to load changed files",
 }
-DRAFTERS = (*LOOKUPS, "draft_model", "eagle", "eagle3", "medusa", "mtp")
+#: Drafters that run, by the names of their drivers.
+DRAFTERS = (*LOOKUPS, "dflash", "draft_model", "eagle", "eagle3", "medusa", "mtp")
 
 
 @hookimpl
@@ -53,11 +58,14 @@ def modulm_config_final(config: EngineConfig) -> None:
         if spec.name in REFUSED and value != spec.default and value:
             raise _refusal(spec.name, REFUSED[spec.name])
     drafter, parallel = drafter_of(config), config.parallel
-    if drafter is not None and drafter not in DRAFTERS:
+    if drafter not in (None, AUTO) and _driver_name(str(drafter)) not in DRAFTERS:
         message = f"drafts of {drafter}; supported are {', '.join(DRAFTERS)}"
         raise _refusal("speculative_config", message)
     if parallel.shared_experts:
-        message = "with several replicas, each has all experts; leave it out"
+        message = (
+            "with several replicas, each has all experts; use --tensor-parallel-size for as many "
+            "devices, without --data-parallel-size"
+        )
         raise _refusal("enable_expert_parallel", message)
     if parallel.distributed_executor_backend not in (None, "uni", "ray"):
         message = "one process drives all devices of a machine; leave it out, or use ray"
@@ -68,6 +76,15 @@ def runs_on_tpu(config: EngineConfig) -> bool:
     """Whether the engine runs on this platform."""
     device = config.device.device
     return device == "tpu" or (device in (None, "auto") and look()[0] > 1)
+
+
+def _driver_name(method: str) -> str:
+    """Return the name of a method's driver: methods may have several names."""
+    try:
+        name: str = manager.current().load("speculators", method).name
+    except PluginError:
+        return method
+    return name
 
 
 def _refusal(name: str, why: str) -> UnsupportedError:

@@ -11,9 +11,10 @@ import torch
 from attrs import field, frozen
 from attrs.validators import ge
 
+from modulm.config.environ import variables_for_library
 from modulm.contracts.platform import Memory, Platform, Probe, StepSizes
-from modulm.errors import ConfigError, EngineError, UnsupportedError
-from modulm_platform_tpu.devices import chip_memory, look
+from modulm.errors import ConfigError, EngineError
+from modulm_platform_tpu.devices import chip_memory, chips_of, look
 from modulm_platform_tpu.sizes import sizes_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class TpuPlatform(Platform):
 
     def __init__(self, config: Config | None = None) -> None:
         self._config = config or Config()
-        self._first = 0
+        #: The first of the devices that are shared with other replicas, and their number.
+        self._first, self._shared = 0, 1
         self._placement: Placement | None = None
         #: The part of the caches that one device holds; None before there is a model.
         self._cache_share: float | None = None
@@ -82,6 +84,9 @@ class TpuPlatform(Platform):
         least of all machines, since all have equally many blocks. On processors it is small, since
         JAX touches all of a cache.
         """
+        if self._placement is None and self._shared > 1:
+            # JAX would take the chips of other replicas.
+            return self.memory_per_worker(1)
         import jax
 
         statistics = jax.local_devices()[0].memory_stats()
@@ -137,16 +142,8 @@ class TpuPlatform(Platform):
             raise EngineError(f"{hosts} machines at {coordinator}: {error}") from error
 
     def take_share(self, rank: int, ranks: int) -> None:
-        """Leave the devices before `rank` to other replicas. For JAX on processors only.
-
-        On TPUs each replica sees chips of its own (`TPU_VISIBLE_CHIPS`).
-        """
-        if look()[0] > 1:
-            raise UnsupportedError(
-                "data_parallel_size: not supported yet on tpu: start a server for each group of "
-                "chips, with TPU_VISIBLE_CHIPS"
-            )
-        self._first = rank
+        """Leave the devices before `rank`, and those after the model's own, to other replicas."""
+        self._first, self._shared = rank, ranks
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         from modulm_kernels_pallas.bridge import t2j_dtype
@@ -156,9 +153,17 @@ class TpuPlatform(Platform):
 
     def _place(self, count: int = 1, whole_experts: bool = False) -> Placement:
         if self._placement is None:
+            import jax
+
             from modulm_platform_tpu.placement import Placement
 
-            self._placement = Placement.of(self._first, count, whole_experts)
+            first = self._first
+            if self._shared > count and look()[0] > 1:
+                # A process has chips of its own, which libtpu reads when it first looks for them.
+                with variables_for_library(chips_of(first, count)):
+                    jax.local_devices()
+                first = 0
+            self._placement = Placement.of(first, count, whole_experts)
         return self._placement
 
     def recorded(self, forward: Step, config: Flags) -> Step:
@@ -190,6 +195,8 @@ class TpuPlatform(Platform):
     def describe(self) -> str:
         if self.probe().score == 0:
             return "TPU, which this machine does not have"
+        if self._placement is None and self._shared > 1:
+            return "TPU, shared by replicas"
         import jax
 
         devices = jax.local_devices()

@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.platform import Flags
 
-__all__ = ["LOOKUPS", "Settings", "drafter_of", "settings_of"]
+__all__ = ["AUTO", "LOOKUPS", "Settings", "drafter_of", "settings_of"]
 
 #: Drafters that run no model.
 LOOKUPS = ("ngram", "suffix")
+
+#: The value of `--speculative` that chooses a drafter by the model.
+AUTO = "auto"
 
 #: Compile at start; used if no installed package has `--optimization-level`.
 _LEVEL = 2
@@ -53,7 +56,7 @@ def settings_of(config: Flags, rows: int) -> Settings:
 
 
 def drafter_of(config: Flags) -> str | None:
-    """Return the name of the drafter that the flags choose, "auto", or None."""
+    """Return the name of the drafter that the flags choose, `AUTO`, or None."""
     values = _values(config)
     table = values.get("speculative_config") or {}
     name = values.get("spec_method") or table.get("method")

@@ -27,6 +27,8 @@ _SKIPPED = (str, bytes, type, torch.dtype, torch.device, AttentionBackend, Platf
 _PACKAGES = ("modulm",)
 #: Attributes of an adapter bank's wrappers, which hold the tensors of adapters.
 _WRAPPER, _TABLE = ("step", "changes"), ("table", "spec")
+#: Attribute of wrappers of norms: the norm, whose weights are the model's.
+_NORM = "base"
 
 
 class MovedWeights:
@@ -86,6 +88,8 @@ class MovedWeights:
             self._seen[id(value)] = value
             if _has(value, _TABLE):
                 self.adapted.append(value)
+            elif _has(value, (_NORM,)):
+                self._walk(value.base)
             return value
         if isinstance(value, Module | list | dict | tuple | partial) or _is_ours(value):
             self._seen[id(value)] = value

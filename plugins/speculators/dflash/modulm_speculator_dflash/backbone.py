@@ -27,14 +27,17 @@ if TYPE_CHECKING:
     from modulm_speculation import Target
 
 __all__ = [
-    "ANCHORS", "CONTEXTS", "CONTEXT_AT", "QUERIES", "Block", "BlockAttention", "BlockLayer",
-    "DFlashConfig", "DFlashHead",
+    "ANCHORS", "CONTEXTS", "CONTEXT_AT", "QUERIES", "STATE", "Block", "BlockAttention",
+    "BlockLayer", "DFlashConfig", "DFlashHead",
 ]  # fmt: skip
 
 #: Keys in `Batch.extras`. Contexts of accepted tokens, [n, hidden], and their indices in the batch.
 CONTEXTS, CONTEXT_AT = "contexts", "context_at"
 #: Indices in the batch of the blocks' tokens, and the first token of each block.
 QUERIES, ANCHORS = "queries", "anchors"
+#: Prefix of keys in `Batch.extras` of the states of the target's layers, in batches of contexts
+#: alone: [tokens, hidden].
+STATE = "state "
 
 
 @frozen(kw_only=True)
@@ -234,8 +237,15 @@ class BlockLayer(Module):
         return self.mlp_conv.finish(self.mlp(x), kernels, block), residual
 
     def attend(self, x: Tensor, batch: Batch) -> Tensor:
-        """Cache contexts and blocks, and attend with the blocks: [queries, hidden]."""
-        contexts, queries = batch.extras[CONTEXTS], batch.extras[QUERIES]
+        """Cache contexts and blocks, and attend with the blocks: [queries, hidden].
+
+        Without QUERIES, all tokens are contexts, or all are of blocks.
+        """
+        contexts, queries = batch.extras.get(CONTEXTS), batch.extras.get(QUERIES)
+        if contexts is None or queries is None:
+            inputs = x if contexts is None else self.context(contexts).to(x.dtype)
+            alone: Tensor = self.attn(inputs, batch)
+            return alone
         inputs = x.new_empty(len(batch.tokens), x.shape[1])
         inputs[batch.extras[CONTEXT_AT]] = self.context(contexts).to(x.dtype)
         inputs[queries] = x
@@ -345,6 +355,8 @@ class DFlashHead(Module, Model):
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the states of the blocks' tokens, normed: [queries, hidden]."""
+        if QUERIES not in batch.extras:
+            return self.alone(batch)
         queries, anchors = batch.extras[QUERIES], batch.extras[ANCHORS]
         block = len(queries) // len(anchors) if len(anchors) else 0
         if block:
@@ -355,6 +367,22 @@ class DFlashHead(Module, Model):
         for layer in self.layers:
             x, residual = layer(x, residual, batch, block)
         normed: Tensor = self.norm.add(x, residual)[0] if block else x
+        return normed
+
+    def alone(self, batch: Batch) -> Tensor:
+        """Run a batch of contexts, from the target's states, or of blocks: [tokens, hidden]."""
+        names = [name for name in batch.extras if name.startswith(STATE)]
+        if names:
+            states = [batch.extras[f"{STATE}{at}"] for at in range(len(names))]
+            contexts = self.combined(states)
+            batch = evolve(batch, extras={CONTEXTS: contexts})
+            for layer in self.layers:
+                layer(contexts, None, batch, 0)
+            return contexts
+        x, residual = self.embedded(batch.tokens), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch, 1)
+        normed: Tensor = self.norm.add(x, residual)[0]
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -14,13 +14,14 @@ from modulm.errors import ConfigError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_speculation import Options, Target
-from modulm_speculation.chain import ModelSpeculator, allocated_tokens
+from modulm_speculation.chain import ModelSpeculator, allocated_tokens, lengthened
 from modulm_speculation.draft_model import DraftModel, DraftOptions, load_draft, stored
 from modulm_speculator_dflash.backbone import (
     ANCHORS,
     CONTEXT_AT,
     CONTEXTS,
     QUERIES,
+    STATE,
     Block,
     DFlashHead,
 )
@@ -125,6 +126,9 @@ class DFlash(ModelSpeculator):
         layers = _layers(config.model, table, target)
         _check(config.model, table, names, target)
         longest = max(table.get("max_position_embeddings", 0), target.loaded.max_model_len)
+        padded = target.platform.step_sizes(1, 1) is not None
+        if padded:
+            _check_shapes(config.model, table, head)
         overrides = {
             **table,
             **_config_keys(names),
@@ -134,8 +138,9 @@ class DFlash(ModelSpeculator):
             "is_causal": True,  # see `causal`
         }
         weights = config.weights(driver=head, overrides=overrides)
-        # Batches mix contexts and blocks in any proportion, so they are not recorded.
-        draft = load_draft(target, evolve(weights, enforce_eager=True))
+        # Batches mix contexts and blocks in any proportion, so they are not recorded, unless the
+        # device pads them: then contexts and blocks have batches of their own.
+        draft = load_draft(target, weights if padded else evolve(weights, enforce_eager=True))
         if isinstance(draft.model, DFlashHead):
             draft.model.target = target
             folder = open_checkpoint(draft.config, manager.current()).path
@@ -144,6 +149,8 @@ class DFlash(ModelSpeculator):
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         states = step.layers or (() if step.hidden is None else (step.hidden,))
+        if self.draft.padded:
+            return self._propose_alone(step, states)
         contexts = self.head.combined(states)
         ran, drafts = step.ran, [np.zeros(0, dtype=np.int64)] * len(step.rows)
         firsts = ran.lasts - ran.counts + 1
@@ -154,6 +161,50 @@ class DFlash(ModelSpeculator):
             for part, tokens in zip([p for p in parts if p.block], chosen, strict=True):
                 at = wanted[int(ran.rows[part.place])]
                 drafts[at] = tokens[: step.most[at]]
+        return drafts
+
+    @property
+    def chosen_at_once(self) -> int:
+        return self.most
+
+    def example_inputs(
+        self, tokens: int, rows: int, zeros: Callable[..., Tensor]
+    ) -> Sequence[Mapping[str, Tensor]]:
+        dtype = getattr(torch, self.draft.loaded.dtype)
+        width = self.head.config.target_hidden_size or self.head.config.hidden_size
+        count = max(len(self.needs.layers), 1)
+        return ({f"{STATE}{at}": zeros((tokens, width), dtype) for at in range(count)}, {})
+
+    def _propose_alone(self, step: DraftStep, states: Sequence[Tensor]) -> Sequence[np.ndarray]:
+        """Propose with a batch of contexts, the step's own tokens, and batches of blocks.
+
+        Their shapes are those of steps. Contexts of rejected drafts lie behind the block's tokens
+        or are overwritten by them.
+        """
+        ran, batch = step.ran, step.build_batch(step.ran)
+        count = len(batch.tokens)
+        contexts = {f"{STATE}{at}": lengthened(each, count) for at, each in enumerate(states)}
+        self.draft.run(evolve(batch, extras=contexts))
+        drafts = [np.zeros(0, dtype=np.int64)] * len(step.rows)
+        ends = ran.starts + step.lasts - ran.lasts + ran.counts
+        wanted = {row: index for index, row in enumerate(step.rows) if step.most[index]}
+        blocks = self._blocks(step, ends, wanted)
+        for places in _within(blocks, self._budget):
+            counts = blocks[places].astype(np.int32)
+            firsts = np.cumsum(counts) - counts
+            tokens = np.full(int(counts.sum()), self.head.config.mask_token_id, np.int64)
+            tokens[firsts] = step.following[places]
+            runs = Runs(ran.rows[places], ends[places], counts, tokens)
+            hidden = self.draft.run(step.build_batch(runs))
+            is_draft = np.ones(len(tokens), dtype=bool)
+            if self._given:
+                is_draft[firsts] = False
+            at = torch.from_numpy(np.flatnonzero(is_draft))
+            chosen = self.draft.choose(hidden[at]).cpu().numpy()
+            parts = np.split(chosen, np.cumsum(counts - self._given)[:-1])
+            for place, part in zip(places.tolist(), parts, strict=True):
+                index = wanted[int(ran.rows[place])]
+                drafts[index] = part[: step.most[index]]
         return drafts
 
     def _batches(
@@ -273,6 +324,28 @@ def _head_of(model: str, table: Mapping[str, Any]) -> type[DFlashHead]:
         message = f"model {model}: sample_from_anchor: only DSpark heads support it"
         raise ConfigError("speculative_config", message)
     return HEADS[name]
+
+
+def _check_shapes(model: str, table: Mapping[str, Any], head: type[DFlashHead]) -> None:
+    """Raise ConfigError for a head that devices with few shapes do not run."""
+    if head.select is not DFlashHead.select or table.get("conv_kernel_size"):
+        message = (
+            f"model {model}: {_architecture(table)} chooses the tokens of a block by each other: "
+            "not supported on devices that pad steps to few sizes; use a DFlashDraftModel head"
+        )
+        raise ConfigError("speculative_config", message)
+
+
+def _within(blocks: np.ndarray, budget: int) -> Iterator[np.ndarray]:
+    """Yield indices of the rows that have a block, in groups of at most `budget` tokens."""
+    group: list[int] = []
+    for place in np.flatnonzero(blocks).tolist():
+        if group and int(blocks[[*group, place]].sum()) > budget:
+            yield np.array(group)
+            group = []
+        group.append(place)
+    if group:
+        yield np.array(group)
 
 
 def _layers(model: str, table: Mapping[str, Any], target: Target) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAYER",
+    "MASKED",
     "Eagle3Head",
     "Eagle3Layer",
     "EagleConfig",
@@ -45,6 +46,8 @@ __all__ = [
 
 #: Prefix of keys in `Batch.extras` of the states of the target's layers, in place of `HIDDEN`.
 LAYER = "layer "
+#: Key in `Batch.extras` of batches whose tokens all continue from the learned state: [tokens] bool.
+MASKED = "masked"
 
 
 @frozen(kw_only=True)
@@ -322,11 +325,17 @@ class Eagle3Head(Head):
         names = without_shared(cls.names, config)
         return names if config.masked else evolve(names, ignore=(*names.ignore, r"^mask_hidden$"))
 
-    def mask_state(self) -> Tensor | None:
-        """The state of tokens that are drafted in one step: [1, hidden]; None without one."""
-        if self.mask_hidden is None or self.config.ptd_token_id is None:
-            return None
-        return self.combined(self.mask_hidden[None].split(self.state_size, dim=-1))
+    @property
+    def masked(self) -> bool:
+        """Whether the head has a state for tokens that are drafted in one step."""
+        return self.mask_hidden is not None and self.config.ptd_token_id is not None
+
+    def mask_states(self, count: int) -> Tensor:
+        """Return the state of `count` tokens that are drafted in one step: [count, hidden]."""
+        if self.mask_hidden is None:
+            raise UnsupportedError("the head has no mask_hidden")
+        state = self.combined(self.mask_hidden[None].split(self.state_size, dim=-1))
+        return state.expand(count, -1).contiguous()
 
     def combined(self, states: Sequence[Tensor]) -> Tensor:
         """Combine the states of the target's layers into the first state: [tokens, hidden]."""
@@ -340,7 +349,9 @@ class Eagle3Head(Head):
     def forward(self, batch: Batch) -> Tensor:
         x, residual = self.embedded(batch.tokens), None
         state = batch.extras.get(HIDDEN)
-        if state is None:
+        if MASKED in batch.extras:
+            state = self.mask_states(len(batch.tokens))
+        elif state is None:
             names = (f"{LAYER}{at}" for at in range(self.config.aux))
             state = self.combined([batch.extras[name] for name in names])
         for layer in self.layers:

@@ -23,7 +23,7 @@ from modulm_speculator_eagle.family_heads import (
     LatentEagle3Head,
     family_of,
 )
-from modulm_speculator_eagle.heads import LAYER, Eagle3Head, EagleHead, Head
+from modulm_speculator_eagle.heads import LAYER, MASKED, Eagle3Head, EagleHead, Head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,13 +95,8 @@ class Eagle3(Eagle):
 
     def __init__(self, config: EagleOptions, draft: DraftModel, layers: tuple[int, ...]) -> None:
         super().__init__(config, draft, layers)
-        head = draft.model
-        if draft.padded and isinstance(head, Eagle3Head) and head.mask_hidden is not None:
-            message = (
-                f"model {config.model}: heads that draft all tokens in one step: not supported on "
-                "devices that pad steps to few sizes; use another head"
-            )
-            raise ConfigError("speculative_config", message)
+        #: Whether the head drafts all tokens in one step.
+        self.parallel = isinstance(draft.model, Eagle3Head) and draft.model.masked
 
     @classmethod
     def head_of(cls, table: Mapping[str, Any]) -> type[Head]:
@@ -128,8 +123,7 @@ class Eagle3(Eagle):
         self, step: DraftStep, states: Tensor, ends: np.ndarray, first: int
     ) -> list[np.ndarray]:
         head = self.draft.model
-        mask = head.mask_state() if isinstance(head, Eagle3Head) else None
-        if mask is None:
+        if not (self.parallel and isinstance(head, Eagle3Head)):
             return super().follow(step, states, ends, first)
         most = np.clip(self.draft.max_length - ends, 0, step.most)
         chosen = self.draft.choose(states).cpu().numpy()
@@ -141,7 +135,14 @@ class Eagle3(Eagle):
             token = head.config.ptd_token_id
             tokens = np.full(total, token, np.int64)
             runs = Runs(np.asarray(step.rows)[more], ends[more] + first, counts, tokens)
-            states = self.run(step.build_batch(runs), mask.expand(total, -1).contiguous(), 1)
+            batch = step.build_batch(runs)
+            if self.draft.padded:  # the program computes the masks' state itself
+                masks = torch.ones(len(batch.tokens), dtype=torch.bool)
+                states = self.draft.run(evolve(batch, extras={MASKED: masks}))
+            else:
+                states = self.run(batch, head.mask_states(total), 1)
+            if len(states) > total:
+                states = states[torch.arange(total)]
             chosen = self.draft.choose(states).cpu().numpy()
             for at, part in zip(
                 more.tolist(), np.split(chosen, np.cumsum(counts)[:-1]), strict=True
@@ -164,7 +165,13 @@ class Eagle3(Eagle):
             return later
         dtype = getattr(torch, self.draft.loaded.dtype)
         first = {f"{LAYER}{at}": zeros((tokens, head.state_size), dtype) for at in layers}
+        if self.parallel:
+            return (first, {MASKED: torch.ones(tokens, dtype=torch.bool)})
         return (first, *later) if tokens == rows else (first,)
+
+    @property
+    def chosen_at_once(self) -> int:
+        return max(1, self.most - 1) if self.parallel else 1
 
     def hidden(self, step: DraftStep) -> Tensor:
         head = self.draft.model

@@ -72,11 +72,12 @@ CASES: dict[str, dict[str, Any]] = {
     "scaled": {"scaled": True},
     "encoder": {"causal": False},
     "int8": {"integers": True, "window": 11},
+    "int8 latent": {"integers": True, "latent": True, "kv_heads": 1, "values": 12},
 }
 ATTENTION = [(rows, name) for name in CASES for rows in (MIXED, SINGLE)]
 
 
-@parametrize_sample("rows, name", ATTENTION, 16)
+@parametrize_sample("rows, name", ATTENTION, 18)
 def test_attention_equals_its_twin(rows: list[tuple[int, int]], name: str) -> None:
     case = dict(CASES[name])
     rng = np.random.default_rng(5)
@@ -85,7 +86,7 @@ def test_attention_equals_its_twin(rows: list[tuple[int, int]], name: str) -> No
     facts = step(rows, rng)
     cache = numbers(rng, BLOCKS, kv_heads, BLOCK, size + (0 if latent else values))
     if case.get("integers"):
-        cache = stored_integers(cache, size)
+        cache = stored_integers(cache, values if latent else size)
     q = numbers(rng, int(facts["starts"][-1]), heads, size)
     extra = {"sinks": numbers(rng, heads)} if case.get("sinks") else {}
     if case.get("scaled"):
@@ -263,7 +264,7 @@ def lowered(function: Callable[..., Any], *arguments: Any) -> str:
     return str(jax.export.export(jax.jit(function), platforms=["tpu"])(*arguments).mlir_module())
 
 
-@parametrize_sample("name", ["all", "int8", "latent", "plain", "encoder"], 5)
+@parametrize_sample("name", ["all", "int8", "latent", "plain", "encoder", "int8 latent"], 6)
 def test_attention_is_lowered_for_tpus(name: str) -> None:
     case = CASES[name]
     kv_heads, latent = case.get("kv_heads", 8), case.get("latent", False)
@@ -277,7 +278,7 @@ def test_attention_is_lowered_for_tpus(name: str) -> None:
     )  # fmt: skip
     cache = shape(64, kv_heads, 128, size + (0 if latent else values))
     if case.get("integers"):
-        cache = shape(64, kv_heads, 132, size + values, dtype="int8")
+        cache = shape(64, kv_heads, 132, cache.shape[-1], dtype="int8")
     sinks = {"sinks": jnp.zeros(32)} if case.get("sinks") else {}
 
     def attend(q: Any, cache: Any, work: Any) -> Any:
