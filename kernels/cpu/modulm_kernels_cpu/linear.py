@@ -12,6 +12,7 @@ from torch import Tensor
 
 from modulm_kernels_cpu.check import CODES, dense_rows, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
+from modulm_kernels_cpu.measured import file, kept
 from modulm_kernels_cpu.memory import huge_buffer
 
 __all__ = [
@@ -42,7 +43,7 @@ GROUPS = (0, 16, 32, 64, 128, 256)
 
 _PANEL, _PAD_K, _PAD_N = 64, 64, 16
 #: Inputs and outputs, rows, and repetitions of the products that are timed.
-_TIMED, _TIMED_ROWS, _TIMES = 256, 64, 5
+_TIMED, _TIMED_ROWS, _TIMES = 512, 128, 9
 #: Below this share of the time in 16 bits, products with quantized inputs are faster.
 _FASTER = 0.9
 #: Rows of another dtype that `overwrite_linear` converts and packs at a time, whole panels.
@@ -127,7 +128,7 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
     one with `overwrite_linear` and `overwrite_bias` can change packed floats in place, also those
     of `blank_linear`, which have no values yet.
     `packed_form` returns a text that differs where packed weights may differ; `low_precision` says
-    which formats of inputs are fast.
+    which formats of inputs are fast, and `low_precision_note` what was measured.
     """
     return {
         "pack_linear": (pack := _pack_linear(library)),
@@ -140,38 +141,44 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "packed_form": library.identity,
         "round_groups": _round_groups(library),
         "linear": (product := _linear(library)),
-        "low_precision": _low_precision(pack, product),
+        **_low_precision(library.level, pack, product),
     }
 
 
 def _low_precision(
-    pack: Callable[..., PackedLinear], product: Callable[..., Tensor]
-) -> Callable[[str], bool | None]:
-    measured: dict[str, bool] = {}
+    level: str, pack: Callable[..., PackedLinear], product: Callable[..., Tensor]
+) -> dict[str, Callable[..., Any]]:
+    def measure() -> float:
+        codes, scales = torch.ones(_TIMED, _TIMED, dtype=torch.int8), torch.ones(_TIMED, 1)
+        x = torch.ones(_TIMED_ROWS, _TIMED, dtype=torch.bfloat16)
+        weights = {kind: pack(codes, "int8", 0, scales, None, kind) for kind in ACTIVATIONS}
+        # Interleaved, so that other work on the machine slows both.
+        times: dict[str, list[float]] = {kind: [] for kind in weights}
+        for _ in range(_TIMES):
+            for kind, weight in weights.items():
+                start = perf_counter()
+                product(x, weight)
+                times[kind].append(perf_counter() - start)
+        return min(times["int8"]) / min(times["bf16"])
 
     def low_precision(name: str) -> bool | None:
         """Return whether products with inputs quantized to the format `name` are faster here.
 
-        Only int8 is multiplied as it is; None for others. Measured once per process, with the rows
-        of a prompt, against inputs in 16 bits.
+        Only int8 is multiplied as it is; None for others. Measured once per machine, level and
+        number of threads, with the rows of a prompt, against inputs in 16 bits; see `measured`.
         """
         if name != "int8":
             return None
-        if name not in measured:
-            codes, scales = torch.ones(_TIMED, _TIMED, dtype=torch.int8), torch.ones(_TIMED, 1)
-            x = torch.ones(_TIMED_ROWS, _TIMED, dtype=torch.bfloat16)
-            weights = {kind: pack(codes, "int8", 0, scales, None, kind) for kind in ACTIVATIONS}
-            # Interleaved, so that other work on the machine slows both.
-            times: dict[str, list[float]] = {kind: [] for kind in weights}
-            for _ in range(_TIMES):
-                for kind, weight in weights.items():
-                    start = perf_counter()
-                    product(x, weight)
-                    times[kind].append(perf_counter() - start)
-            measured[name] = min(times["int8"]) < _FASTER * min(times["bf16"])
-        return measured[name]
+        return ratio() < _FASTER
 
-    return low_precision
+    def low_precision_note(name: str) -> str:
+        """Return what `low_precision` measured for a format that it knows, for `modulm explain`."""
+        return f"{ratio():.2f} of the time of 16 bits, as measured on this machine ({file()})"
+
+    def ratio() -> float:
+        return kept(f"{level} int8", measure)
+
+    return {"low_precision": low_precision, "low_precision_note": low_precision_note}
 
 
 def _pack_linear(library: Library) -> Callable[..., PackedLinear]:

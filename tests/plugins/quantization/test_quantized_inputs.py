@@ -56,10 +56,10 @@ METHODS = {
 }  # fmt: skip
 
 
-def make(case, fast, choice="auto"):
+def make(case, fast, choice="auto", **more):
     name, settings, wanted = METHODS[case]
     driver = manager.current().load("quantization", name)
-    ops = {"pack_quantized": print, "low_precision": lambda name: fast}
+    ops = {"pack_quantized": print, "low_precision": lambda name: fast, **more}
     method = driver(structure(settings, driver.Config, "test"), None, SimpleNamespace(find=ops.get))
     flags = LowPrecisionFlags(activation_quantization=choice)
     method.flags = SimpleNamespace(group=lambda cls: flags)
@@ -87,3 +87,6 @@ def test_explain_says_which_path_a_layer_takes():
     assert "products in 16 bits: mxfp8 is not faster here; --activation-quantization on" in said
     assert "16 bits: --activation-quantization off" in make("w8a8", True, "off")[0].note(LINEAR)
     assert "16 bits" not in make("weights alone", True)[0].note(LINEAR)
+    for fast in (True, False):
+        kernels = {"low_precision_note": "measured {}".format}
+        assert "(measured int8)" in make("w8a8", fast, **kernels)[0].note(LINEAR)

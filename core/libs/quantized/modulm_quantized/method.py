@@ -112,8 +112,14 @@ class CodedMethod(QuantizationMethod):
         if fast is None:
             return f"no kernel multiplies {name} here"
         if not fast and flags.activation_quantization == "auto":
-            return f"{name} is not faster here; --activation-quantization on uses it"
+            because = self._measured(name)
+            return f"{name} is not faster here{because}; --activation-quantization on uses it"
         return None
+
+    def _measured(self, name: str) -> str:
+        """Return what the kernels have measured about inputs in a format, or ""."""
+        note = self.ops.find("low_precision_note")
+        return "" if note is None else f" ({note(name)})"
 
     def input_scale(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Tensor | None:
         """Return the static scale of a layer's inputs, one fp32 number, or None."""
@@ -135,7 +141,8 @@ class CodedMethod(QuantizationMethod):
         if reason is None:
             before = name in FUSED and spec._input_shard is None and fuses(self.ops)
             by = ", by the norm before if there is one" if before else ""
-            return f"{text}; inputs quantized to {ACTIVATION_FORMATS[name]}{by}"
+            measured = self._measured(name)
+            return f"{text}; inputs quantized to {ACTIVATION_FORMATS[name]}{by}{measured}"
         return f"{text}; products in 16 bits: {reason}"
 
     def note_text(self, spec: LinearSpec, text: str, *, fits: bool) -> str:

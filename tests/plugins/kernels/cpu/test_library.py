@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import json
 
 import pytest
+import torch
 
 import modulm_kernels_cpu as kernels
 from modulm import LLM, SamplingParams
 from modulm.errors import ConfigError
 from modulm.ops.table import twin_ops
 from modulm_kernels_cpu import library as loading
-from modulm_kernels_cpu import linear
+from modulm_kernels_cpu import linear, measured
 from modulm_kernels_cpu.probe import instruction_rates, read_bandwidth
 from modulm_kernels_cpu.provider import CpuKernels
 from modulm_platform_cpu.platform import CpuPlatform
@@ -91,6 +93,7 @@ def test_ops_have_the_names_of_twins():
         "blank_linear",
         "embedding_packed",
         "low_precision",
+        "low_precision_note",
         "overwrite_bias",
         "overwrite_experts",
         "overwrite_linear",
@@ -115,18 +118,58 @@ def test_probe(library):
 
 
 @pytest.mark.parametrize("slow", linear.ACTIVATIONS)
-def test_int8_products_are_chosen_by_measurement(slow, monkeypatch):
+def test_int8_products_are_chosen_by_a_measurement_that_is_kept(slow, monkeypatch, tmp_path):
     """Real products, and a clock that says which ones take longer."""
     ops, now = kernels.ops("scalar"), [0.0]
 
     def product(x, weight):
         now[0] += 2 if weight.activations == slow else 1
-        return ops["linear"](x, weight)
+        return ops["linear"](x[:1], weight)
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(linear, "perf_counter", lambda: now[0])
-    ability = linear._low_precision(ops["pack_quantized"], product)
-    assert ability("int8") is (slow != "int8")
-    measured = now[0]
-    assert ability("int8") is (slow != "int8")
-    assert now[0] == measured, "measured once"
-    assert ability("nvfp4") is None
+
+    def choices():
+        made = linear._low_precision("scalar", ops["pack_quantized"], product)
+        return made["low_precision"]("int8"), made["low_precision_note"]("int8")
+
+    expected = slow != "int8", "0.50" if slow != "int8" else "2.00"
+    chosen, note = choices()
+    assert chosen is expected[0]
+    assert note.startswith(f"{expected[1]} of the time of 16 bits")
+    assert str(measured.file()) in note
+    elapsed = now[0]
+    assert choices() == (chosen, note)
+    monkeypatch.setattr(measured, "_known", {})  # another process
+    assert choices() == (chosen, note)
+    assert now[0] == elapsed, "measured once"
+    kept = json.loads(measured.file().read_text())
+    assert list(kept) == [measured.section()]
+    made = linear._low_precision("scalar", ops["pack_quantized"], product)
+    assert made["low_precision"]("nvfp4") is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"machine": 3}', '{"machine": {"int8": []}}'])
+def test_a_file_of_measurements_that_is_damaged_is_replaced(content, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measured, "_known", {})
+    measured.file().parent.mkdir()
+    measured.file().write_text(content)
+    assert measured.kept("int8", lambda: 0.5) == 0.5
+    assert "it is measured again" in caplog.text
+    assert json.loads(measured.file().read_text()) == {measured.section(): {"int8": 0.5}}
+
+
+def test_a_folder_that_cannot_be_written_is_reported(monkeypatch, tmp_path, caplog):
+    (tmp_path / "modulm").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measured, "_known", {})
+    assert measured.kept("int8", lambda: 0.25) == 0.25
+    assert "each process measures for itself" in caplog.text
+
+
+def test_measurements_are_of_a_processor_and_its_threads(tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert measured.section(file).startswith("Some CPU @ 2 GHz, ")
+    assert f"{torch.get_num_threads()} threads" in measured.section(tmp_path / "none")
