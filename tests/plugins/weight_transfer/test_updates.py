@@ -346,8 +346,12 @@ def test_weights_that_were_released_are_the_checkpoints(
 ) -> None:
     update(llm, tensors_of(folders[1]))
     version = llm.get_weight_version()
-    llm.sleep(2)
-    llm.wake_up()
+    for level in (0, 2):
+        assert not llm.is_sleeping()
+        llm.sleep(level)
+        assert llm.is_sleeping()
+        llm.wake_up()
+    assert not llm.is_sleeping()
     assert llm.get_weight_version() == version + 1
     assert answer(llm) == first
     llm.update_weight_version(70)
