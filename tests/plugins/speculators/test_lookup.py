@@ -178,6 +178,23 @@ def test_text_that_repeats_is_drafted_whole() -> None:
     assert drafts[-2] == [*drafts[-2][:3]] * 2 + drafts[-2][:2]
 
 
+def test_one_token_is_followed_where_nothing_else_is_likely() -> None:
+    text = list(range(100, 160))
+    quotes = [[1, 2, 3, *text[at : at + 6]] for at in (40, 10, 30, 20, 50, 0)]
+    suffix = Suffix(SuffixOptions(suffix_decoding_max_spec_factor=4))
+    drafts = drafts_per_step(suffix, text, [token for quote in quotes for token in quote])
+    assert text[21:27] in [draft[:6] for draft in drafts], "behind the quote's first token"
+    assert len(drafts) <= 2 * len(quotes) + 3, "the first tokens of quotes are not known"
+
+
+def test_a_common_token_is_not_followed_alone() -> None:
+    text = [token for at in range(20) for token in (7, 100 + at)]
+    suffix = Suffix(SuffixOptions(suffix_decoding_max_spec_factor=4))
+    suffix.admit(0, len(text), None)
+    assert proposed(suffix, [*text, 50, 7]) == [[]]
+    assert proposed(suffix, [*text, 50, 7, 51, 104])[0][:2] == [7, 105]
+
+
 #: Tokens between the values of a table's rows, and around those of the answer's records.
 _COLUMN, _ROW, _KEYS = 1, 2, ([3, 4], [5, 6, 7], [8])
 

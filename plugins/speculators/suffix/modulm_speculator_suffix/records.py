@@ -61,6 +61,15 @@ class Records:
                 drafts.append(token)
         return drafts
 
+    @property
+    def missed(self) -> bool:
+        """Whether the last token is not the one that was drafted."""
+        return self._misses > 0
+
+    def first(self) -> int:
+        """Return the first token of `draft`, -1 if there is none."""
+        return self._next(self._place, self._source)[0] if self._place else -1
+
     def advance(self, tokens: Iterable[int]) -> None:
         """Add tokens of the answer, which `tokens` of the row has already."""
         for token in tokens:

@@ -2,7 +2,8 @@
 
 Like SuffixDecoding (Oliaro et al., arXiv 2411.04975). Instead of a suffix tree, the positions of
 each pair of tokens are stored and narrowed down to the longest match. A row that copies a text is
-followed there without a search, also past tokens that it changes.
+followed there without a search, also past tokens that it changes. Where nothing else is likely, the
+last token alone is looked up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from modulm.contracts.drafter import DraftStep
 from modulm.errors import ConfigError
@@ -43,6 +44,15 @@ _CHANGED = len(_LENGTHS) + 1
 #: Shares of right drafts that classes of drafts from records end at. Such drafts are used from the
 #: first one on, if fewer of those from copied texts were right.
 _SHARES = (0.3, 0.7, 0.9)
+#: Classes of drafts from records whose last one was wrong, and of those that follow one token.
+_MISSED = _CHANGED + len(_SHARES) + 1
+_SINGLE = _MISSED + 1
+#: A token that occurs more often is not looked up alone; maximum drafts that follow one token.
+_COMMON, _AFTER_ONE = 16, 8
+#: Index in `_Row.rights` of the ways to go on where the text is no longer copied.
+_COPY, _RECORD, _ONE = range(3)
+#: Weight of the last first draft in `_Row.rights`.
+_LAST = 0.2
 #: Weight of the last token in the share of right drafts.
 _NEW = 0.08
 #: Branches beside a row's drafts, and their longest length.
@@ -76,9 +86,9 @@ class SuffixOptions(Options):
             "suffix_decoding_max_cached_requests": 0,
             "suffix_decoding_max_spec_factor": 0,
         }
-        for field, bound in least.items():
-            if getattr(self, field) < bound:
-                raise ConfigError(field, f"at least {bound}")
+        for option, bound in least.items():
+            if getattr(self, option) < bound:
+                raise ConfigError(option, f"at least {bound}")
         if not 0 <= self.suffix_decoding_min_token_prob <= 1:
             raise ConfigError("suffix_decoding_min_token_prob", "from 0 to 1")
 
@@ -133,6 +143,10 @@ class Answers:
     def records(self, first: int) -> Records:
         """Return the records of the text from its token `first` on, which copies those before."""
         return Records(self._tokens, self._places, first + 1)
+
+    def places_of(self, token: int) -> np.ndarray:
+        """Find the positions of one token that another one follows."""
+        return np.flatnonzero(np.frombuffer(self._tokens, dtype=np.int64)[:-1] == token)
 
     def end(self) -> None:
         """End the current text."""
@@ -203,7 +217,8 @@ class _Row:
     text, place: what it copies, and the position there of its last token. same: how many tokens
     before are the same; a change halves it. changed: how many were changed in a row, from `start`
     on, until the next two are the same (`since`). share: of the latest tokens, how many followed in
-    the copied text.
+    the copied text. rights: of the first drafts where the text is no longer copied, how many were
+    right, by way to go on. guesses: these drafts of the next step, -1 for none.
     """
 
     own: Answers
@@ -217,6 +232,15 @@ class _Row:
     since: int = 0
     start: int = 0
     share: float = 0.0
+    rights: list[float] = field(factory=lambda: [0.5, 0.5, 0.5])
+    guesses: list[int] = field(factory=list)
+
+    def judge(self, token: int) -> None:
+        """Compare the guesses with the token that came."""
+        for way, guess in enumerate(self.guesses):
+            if guess >= 0:
+                self.rights[way] += _LAST * ((guess == token) - self.rights[way])
+        self.guesses.clear()
 
     def advance(self, tokens: Iterable[int]) -> None:
         """Move on in the copied text by the row's new tokens."""
@@ -281,7 +305,7 @@ class Suffix(Speculator):
     Config: ClassVar[type] = SuffixOptions
     cheap: ClassVar[bool] = True
     preference: ClassVar[int] = 10
-    classes: ClassVar[int] = _CHANGED + len(_SHARES) + 1
+    classes: ClassVar[int] = _SINGLE + 1
 
     @classmethod
     def automatic(
@@ -342,6 +366,8 @@ class Suffix(Speculator):
         before = len(row.own)
         new = history[before:].tolist()
         row.own.extend(new)
+        if new:
+            row.judge(new[0])
         row.advance(new)
         row.records.advance(new[max(row.length - before, 0) :])
         depth = self._options.suffix_decoding_max_tree_depth
@@ -350,14 +376,40 @@ class Suffix(Speculator):
             drafts = self._search(row, history, most)
         if not drafts and row.text is not None:
             drafts = row.text.after(row.place, self._count(row, most))
-        share = row.records.share
-        if share > max(row.share, _SHARES[0]) and (records := row.records.draft(most)):
-            self._classes.append(_CHANGED + bisect_left(_SHARES, share))
+        records, missed = row.records, row.records.missed
+        first = records.first() if missed else -1
+        row.guesses = [drafts[0] if drafts and row.changed else -1, first, -1]
+        copied = (row.rights[_COPY] if row.changed else row.share) if drafts else 0.0
+        repeated = records.share if records.share > _SHARES[0] else 0.0
+        if missed:
+            repeated = row.rights[_RECORD] if first >= 0 else 0.0
+        if (missed or not repeated) and (row.changed or not drafts):
+            single = self._after_one(row, most)
+            if single and row.rights[_ONE] >= max(copied, repeated):
+                self._classes.append(_SINGLE)
+                self._others.insert(0, drafts)
+                return single
+            self._others.insert(0, single)
+        found = records.draft(most) if repeated > copied else []
+        if found and found != drafts[: len(found)]:
+            share = _CHANGED + bisect_left(_SHARES, repeated)
+            self._classes.append(_MISSED if missed else share)
             self._others.insert(0, drafts)
-            return records
+            return found
         if self.trees:
             self._others.insert(0, row.records.draft(most))
         self._classes.append(_CHANGED if row.changed else bisect_left(_LENGTHS, row.same))
+        return drafts
+
+    def _after_one(self, row: _Row, most: int) -> list[int]:
+        """Draft what follows the last token elsewhere in the row, if it is not too common."""
+        places = row.own.places_of(row.own.pair[1])
+        if not 0 < len(places) <= _COMMON or len(row.own) < 2:
+            return []
+        drafts, place = row.own.follow(places, min(most, _AFTER_ONE), 0.0)
+        if row.text is None:
+            row.text, row.place, row.same, row.changed, row.since = row.own, place, 1, 0, 0
+        row.guesses[_ONE] = drafts[0] if drafts else -1
         return drafts
 
     def _search(self, row: _Row, history: np.ndarray, most: int) -> list[int]:
