@@ -1,8 +1,8 @@
 """Drafts, as they are by default, beside plain decoding, in five kinds of work.
 
     python bench/speculation_auto.py [--rounds 5] [--prompts 2] [--tokens 400] [--streams 1]
-                                     [--part demo|replay|grammar|steps] [--folder FOLDER]
-                                     [--json FILE] [--force]
+                                     [--part demo|replay|grammar|steps] [--kind NAME ...]
+                                     [--folder FOLDER] [--json FILE] [--force]
 
 - `demo`: the embedded model answers held-out prompts of its recipe. Its steps take less than a
   millisecond: by default it drafts nothing. With `--force`, it drafts as `--speculative auto` does.
@@ -12,17 +12,20 @@
   verification are real; only the choice of the token is not the model's.
 - `grammar`: replays of JSON with fixed keys, which a schema determines.
 - `steps`: the drafter alone is driven through the texts of `replay`, without a model, by a clock in
-  which a token more than one costs 0.15 of a step (AVX2), in which 4 cost as much as one and 16 2.4
-  times that (cheap), or in which each costs 0.02 of a step (flat, where memory limits). Steps,
-  tokens per step, and the gain by these clocks, of chains and of trees. In the last lines a
-  drafter's first choice is right half of the time, its second in three of ten cases. The same on
-  any machine.
+  which a token more than one costs 0.15 of a step (AVX2), in which 4 cost 1.36 and 16 2.7 times as
+  much as one (Zen 4, measured), in which 4 cost as much as one and 16 2.4 times that (cheap), or in
+  which each costs 0.02 of a step (flat, where memory limits). Steps, tokens per step, and the gain
+  by these clocks, of chains and of trees. In the last lines a drafter's first choice is right half
+  of the time, its second in three of ten cases. The same on any machine.
+
+`--kind` names kinds of work, such as `edits`; by default all are run. `first` is the share of the
+first token in the seconds of an answer with drafts.
 
 Both engines are in one process and take turns, in changing order. Each round has a cache salt of
 its own, so that no answer is drafted from the same answer in an earlier round. For each kind:
 steps, accepted of drafted tokens, plain / drafts of CPU seconds, of seconds, and of seconds after
-the first token (median and quartiles of the rounds), and whether all tokens are the same. On a
-loaded machine only steps and CPU seconds mean something.
+the first token (median and quartiles of the rounds), the share of the first token, and whether all
+tokens are the same. On a loaded machine only steps and CPU seconds mean something.
 """
 
 from __future__ import annotations
@@ -214,12 +217,16 @@ def compare(
         "tokens": sum(map(len, plain[0])), "same": plain[0] == auto[0], "steps": plain[2],
         "steps_auto": auto[2], "drafted": auto[1][0], "accepted": auto[1][1],
         "cpu": quartiles[0], "seconds": quartiles[1], "decoding": quartiles[2],
+        "first": round(1 - auto[5] / auto[4], 3),
     }  # fmt: skip
 
 
+#: Sizes of steps, and their times measured on two cores of Zen 4 (0.6B, bf16, in steps of one).
+ZEN_4 = (1, 2, 3, 4, 6, 8, 10, 12, 16), (1.0, 1.0, 1.32, 1.36, 1.42, 1.72, 2.0, 2.2, 2.7)
 #: Name -> the time of a step of so many tokens.
 CLOCKS: dict[str, Callable[[int], float]] = {
     "AVX2": lambda tokens: 1.0 + 0.15 * (tokens - 1),
+    "Zen 4": lambda tokens: float(np.interp(tokens, *ZEN_4)) + 0.15 * max(tokens - 16, 0),
     "cheap": lambda tokens: 1.0 + 1.4 / 12 * max(tokens - 4, 0),
     "flat": lambda tokens: 1.0 + 0.02 * (tokens - 1),
 }
@@ -343,7 +350,12 @@ def work(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[str,
             kinds.append(("grammar", records(tokenizer.encode, 8 * arguments.prompts), limited))
         if "replay" in arguments.part:
             found = replays(tokenizer.encode, arguments.prompts, arguments.tokens)
-            kinds += [(f"replay, {kind}", pairs, params) for kind, pairs in found]
+            named = arguments.kind
+            kinds += [
+                (f"replay, {kind}", pairs, params)
+                for kind, pairs in found
+                if named is None or kind in named
+            ]
         for kind, pairs, each in kinds:
             for one in replay.values():
                 one.answers = {tuple(prompt): answer for prompt, answer in pairs}
@@ -358,7 +370,7 @@ def line(kind: str, figures: Mapping[str, Any]) -> str:
     return (
         f"| {kind} | {figures['tokens']} | {figures['steps']} | {figures['steps_auto']} | "
         f"{figures['accepted']} / {figures['drafted']} | {' | '.join(ratios)} | "
-        f"{'yes' if figures['same'] else 'NO'} |"
+        f"{figures['first']:.2f} | {'yes' if figures['same'] else 'NO'} |"
     )
 
 
@@ -369,6 +381,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--part", nargs="+", default=["demo", "grammar", "replay"])
+    parser.add_argument("--kind", nargs="+")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/modulm-speculation-auto"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--force", action="store_true")
@@ -381,9 +394,9 @@ def main() -> None:
     table = {}
     print(
         "| work | tokens | steps | with drafts | accepted / drafted | CPU | seconds "
-        "| after the first token | same |"
+        "| after the first token | first | same |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     with ExitStack() as stack:
         for kind, figures in work(arguments, stack):
             table[kind] = figures
