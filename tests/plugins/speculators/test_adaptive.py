@@ -121,7 +121,7 @@ class Mixed(Cheap):
 
 
 def test_each_row_has_its_own_number() -> None:
-    totals = np.array(run_all(Mixed(), 100, 2, lambda tokens: 1 + 0.1 * tokens)[-50:]).sum(axis=0)
+    totals = np.array(run_all(Mixed(), 200, 2, lambda tokens: 1 + 0.1 * tokens)[-50:]).sum(axis=0)
     assert totals[0] == 4 * 50
     assert totals[1] <= 10
 
@@ -151,6 +151,26 @@ def test_a_slow_step_is_forgotten_in_time() -> None:
     for _ in range(3000):
         times.add(1, 1.0)
     assert times.of(np.array([3])).tolist() == pytest.approx([1.2])
+
+
+def test_sizes_that_have_run_are_preferred() -> None:
+    now = [0.0]
+    adaptive = Adaptive(Cheap(), lambda: now[0])
+    adaptive.admit(0, 1, None)
+    history, sizes, drafts = [0], [], _NONE
+    for index in range(200):
+        # The third and fourth draft pay hardly more than the second, now and then.
+        size = 1 + len(drafts)
+        sizes.append(size)
+        now[0] += (1.0, 1.1, 1.2, 1.5, 1.85)[size - 1]
+        right = min((2, 2, 3, 4)[index % 4], size - 1)
+        history += range(history[-1] + 1, history[-1] + right + 2)
+        batch = SimpleNamespace(tokens=np.zeros(size))
+        (drafts,) = adaptive.propose(
+            DraftStep([0], [np.array(history)], [4], batch, np.zeros(1, dtype=np.int64))
+        )
+        history[-1] += 7 * (right < size - 1)
+    assert len(set(sizes)) <= 4
 
 
 class Rested(Cheap):

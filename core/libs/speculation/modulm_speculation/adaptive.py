@@ -50,6 +50,9 @@ _SHORT, _LONG = 4, 256
 _NOTHING = np.zeros(0, dtype=np.int64)
 #: Share of the time of the largest measured step that each further token is taken to cost.
 _FURTHER = 0.1
+#: What sizes that have run may lose, in steps, until one that has not is tried: its first step,
+#: which may be recorded, takes several times as long.
+_FIRST = 0.1
 #: A size that did not run in this many steps may be forgotten, after twice as many it is.
 _AGE = 1024
 
@@ -200,6 +203,8 @@ class Adaptive(Drafter):
         self._rates = [_Rates(self.most) for _ in range(classes)]
         #: Sizes of steps that have run: the first of a size, which may be recorded, is not timed.
         self._sizes = set[int]()
+        #: Steps lost since a new size was tried, because other sizes have run.
+        self._lost = 0.0
         self._began: float | None = None
         self._last: tuple[int, ...] = ()
         self._idle = 0
@@ -382,8 +387,17 @@ class Adaptive(Drafter):
         """
         expected = np.full(len(gains) + 1, float(rows))
         expected[1:] += gains
-        seconds = self.times.of(np.arange(rows, rows + len(expected)))
-        return int((expected / np.maximum(seconds, 1e-9)).argmax())
+        sizes = np.arange(rows, rows + len(expected))
+        rates = expected / np.maximum(self.times.of(sizes), 1e-9)
+        best = int(rates.argmax())
+        if rows + best in self._sizes:
+            return best
+        known = np.where([size in self._sizes for size in sizes.tolist()], rates, 0.0)
+        self._lost += 1.0 - float(known.max() / rates[best])
+        if self._lost < _FIRST:
+            return int(known.argmax())
+        self._lost = 0.0
+        return best
 
     def _or_again(self, limits: list[int], lengths: Sequence[int]) -> list[int]:
         """Return the limits, or at times 1 if there was none for long."""
