@@ -1,6 +1,7 @@
 // Which levels this processor and operating system can run.
 #include <initializer_list>
 
+#include "base/level.h"
 #include "base/types.h"
 
 #if defined(__x86_64__)
@@ -48,6 +49,13 @@ int detect() {
   if ((state & 0x60000) != 0x60000 || !has(seven.edx, {22, 24, 25})) return 3;
   return tiles_granted() ? 4 : 3;
 }
+
+// AMD's family 0x19 is Zen 3 and Zen 4.
+bool is_zen4() {
+  Leaf zero(0, 0), one(1, 0);
+  const unsigned family = (one.eax >> 8 & 15) + (one.eax >> 20 & 255);
+  return zero.ebx == signature_AMD_ebx && family == 0x19 && detect() >= 2;
+}
 #elif defined(__aarch64__) && defined(__linux__)
 int detect() {
   constexpr unsigned long half = 3u << 9, dots = 1u << 20, sve = 1u << 22;  // AT_HWCAP
@@ -65,6 +73,14 @@ int detect() { return 0; }
 #endif
 
 }  // namespace
+
+namespace modulm {
+#if defined(__x86_64__)
+const bool streams_by_itself = is_zen4();
+#else
+const bool streams_by_itself = false;
+#endif
+}  // namespace modulm
 
 // 0 scalar, 1 avx2, 2 avx512, 3 avx512_bf16, 4 amx; on Arm 0 scalar, 1 neon (products of four
 // bytes), 2 neon_bf16 (i8mm and bf16), 3 sve256 (the same in SVE): the highest that runs here.

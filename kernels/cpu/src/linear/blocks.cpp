@@ -123,17 +123,21 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
   const uint8_t* step = w.panel(panel);
   const int8_t* x = a.at(row, 0);
   const int64_t stride = Form::stride(a);
-  auto fetched = [](const uint32_t* p) {
-    __builtin_prefetch(p + kBlocksFar, 0, 2);
-    __builtin_prefetch(p + kBlocksNear);
+  // Two rows of formats with minima compute for longer than they read.
+  constexpr bool reads = Rows == 1 || !Type::kMinima;
+  const int64_t far = reads ? stream_distance(kBlocksFar) : kBlocksFar;
+  const int64_t near = reads ? stream_distance(kBlocksNear) : kBlocksNear;
+  auto fetch = [&](const uint32_t* p) {
+    __builtin_prefetch(p + far, 0, 2);
+    __builtin_prefetch(p + near);
+  };
+  auto fetched = [&](const uint32_t* p) {
+    fetch(p);
     return load_raw<vu>(p);
   };
   // Scales and floats, which lie before the codes.
   auto fetch_floats = [&](const BlockParts<Type>& parts) {
-    for (auto p = parts.scales; p < parts.codes; p += 64 / sizeof(*p)) {
-      __builtin_prefetch(p + kBlocksFar, 0, 2);
-      __builtin_prefetch(p + kBlocksNear);
-    }
+    for (auto p = parts.scales; p < parts.codes; p += 64 / sizeof(*p)) fetch(p);
   };
   for (int64_t i = 0; i < a.steps; i++, step += width * Type::kBytes) {
     const int32_t* totals = totals_of<Type>(a, row, i);

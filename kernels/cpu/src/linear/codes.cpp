@@ -42,8 +42,10 @@ inline void fp8_few_sums(const Weight& w, int64_t panel, Rows<bf16> narrow, int6
   for (int64_t group = 0; group < w.groups(); group++) {
     int64_t k = group * w.group;
     if (w.grouped()) zero(part, rows);
-    multiply_fp8(rows, x.data + k, x.stride, w.panel(panel) + w.bytes(k, width), width, w.group,
-                 part);
+    for_row_blocks(rows, kFP8Rows, [&](int64_t r, int n) {
+      multiply_fp8(n, x.data + r * x.stride + k, x.stride, w.panel(panel) + w.bytes(k, width), width,
+                   w.group, part + r * kPanel);
+    });
     if (w.grouped()) add_group(w, panel, group, rows, part, sums);
   }
 }

@@ -11,9 +11,9 @@ namespace modulm {
 #if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
 #define MODULM_FP8_IN_REGISTERS 1
 #if defined(__AMX_BF16__)
-constexpr int kFP8Rows = 4;  // tiles are faster for more
+constexpr int kFP8Rows = 4, kFP8Blocks = 1;  // tiles are faster for more
 #else
-constexpr int kFP8Rows = 6;
+constexpr int kFP8Rows = 6, kFP8Blocks = 3;
 #endif
 
 // Codes to pairs: four of every eight columns are in the first vector, four in the second.
@@ -47,7 +47,7 @@ class DecoderE4M3 {
 };
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #define MODULM_FP8_IN_REGISTERS 1
-constexpr int kFP8Rows = 2;  // a buffer is faster for more
+constexpr int kFP8Rows = 2, kFP8Blocks = 1;  // a buffer is faster for more
 
 struct FlushDenormals {};
 
@@ -84,19 +84,24 @@ using FP8Input = float;
 template <int Rows>
 [[gnu::noinline]] void fp8_square(const DecoderE4M3& decode, const float* x, int64_t ldx,
                                   const uint8_t* codes, int64_t ldb, float* sums) {
+  const int64_t far = stream_distance(kFarAhead), near = stream_distance(kNearAhead);
   vf even[Rows][2] = {}, odd[Rows][2] = {};
   for (int k = 0; k < kFP8Pairs; k++, codes += ldb) {
-    __builtin_prefetch(codes + kFarAhead, 0, 2);
-    __builtin_prefetch(codes + kNearAhead);
+    __builtin_prefetch(codes + far, 0, 2);
+    __builtin_prefetch(codes + near);
     vu pairs[2];
     decode(codes, pairs);
+#pragma GCC unroll 8
     for (int v = 0; v < 2; v++)
+#pragma GCC unroll 8
       for (int r = 0; r < Rows; r++) {
         even[r][v] = fused(low_half(pairs[v]), x[r * ldx + 2 * k], even[r][v]);
         odd[r][v] = fused(high_half(pairs[v]), x[r * ldx + 2 * k + 1], odd[r][v]);
       }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < 2; v++) {
       float* to = sums + r * kPanel + v * kLanes;
       store(to, load(to) + (even[r][v] + odd[r][v]));
@@ -108,20 +113,27 @@ using FP8Input = bf16;
 template <int Rows>
 [[gnu::noinline]] void fp8_square(const DecoderE4M3& decode, const bf16* x, int64_t ldx,
                                   const uint8_t* codes, int64_t ldb, float* sums) {
+  const int64_t far = stream_distance(kFarAhead), near = stream_distance(kNearAhead);
   vf c[Rows][2];
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < 2; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
   for (int k = 0; k < kFP8Pairs; k++, codes += ldb) {
-    __builtin_prefetch(codes + kFarAhead, 0, 2);
-    __builtin_prefetch(codes + kNearAhead);
+    __builtin_prefetch(codes + far, 0, 2);
+    __builtin_prefetch(codes + near);
     vu pairs[2];
     decode(codes, pairs);
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
       uint32_t pair = load_raw<uint32_t>(x + r * ldx + 2 * k);
+#pragma GCC unroll 8
       for (int v = 0; v < 2; v++) c[r][v] = pair_dot(c[r][v], pairs[v], pair);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < 2; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
 }
 #endif
@@ -139,12 +151,13 @@ inline void fp8_rows(const FP8Input* x, int64_t ldx, const uint8_t* codes, int w
     for (int c = 0; c < width; c += kFP8Columns) decode.sort(sums + r * kPanel + c);
 }
 
+// Whether codes are decoded in registers, again for every kFP8Rows rows: lookups run beside products.
 inline bool fp8_in_registers(int64_t rows, int width) {
-  return rows <= kFP8Rows && width % kFP8Columns == 0;
+  return rows <= kFP8Rows * kFP8Blocks && width % kFP8Columns == 0;
 }
 
 // sums[rows][64] = x[rows][ks] * codes[ks / 2][width][2]; sums are zero before. ks: a multiple of
-// 32.
+// 32. rows: 1 to kFP8Rows.
 inline void multiply_fp8(int64_t rows, const FP8Input* x, int64_t ldx, const uint8_t* codes,
                          int width, int64_t ks, float* sums) {
   switch (rows) {
@@ -160,6 +173,7 @@ inline void multiply_fp8(int64_t rows, const FP8Input* x, int64_t ldx, const uin
 }
 #else
 using FP8Input = bf16;
+constexpr int kFP8Rows = 1;
 inline bool fp8_in_registers(int64_t, int) { return false; }
 inline void multiply_fp8(int64_t, const FP8Input*, int64_t, const uint8_t*, int, int64_t, float*) {}
 #endif

@@ -23,17 +23,26 @@ namespace {
 
 constexpr int64_t kIntegerChunk = kStep;  // k decoded or multiplied at a time
 
+// Up to here each tile unpacks its nibbles, beside products that leave room for it; from here on a
+// buffer of bytes is shared by all tiles.
+#if defined(__AVX512F__)
+constexpr int64_t kUnpackedRows = kTiled ? 0 : 3 * kQuadRows;
+#else
+constexpr int64_t kUnpackedRows = 0;
+#endif
+
 // `Lines` lines of each vector's codes, with the activations that belong to them. From memory,
 // vectors are used one by one as they arrive; from a cache, all at once, so that activations are
 // read once for all of them.
 template <int Lines, Lying Kind, bool Stream, int Rows, int Vectors>
 inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ldb,
-                                  const Lookup& code_of, vi (&c)[Rows][Vectors]) {
+                                  const Lookup& code_of, Distances ahead,
+                                  vi (&c)[Rows][Vectors]) {
   constexpr int halves = Kind == kQuads ? 1 : 2;
   auto from_memory = [&] {
     for (int v = 0; v < Vectors; v++) {
-      __builtin_prefetch(b + v * kLanes + kQuadsFar, 0, 2);
-      __builtin_prefetch(b + v * kLanes + kQuadsNear);
+      __builtin_prefetch(b + v * kLanes + ahead.far, 0, 2);
+      __builtin_prefetch(b + v * kLanes + ahead.near);
       const vu line = load_raw<vu>(b + v * kLanes);
       for (int h = 0; h < halves; h++) {
         const vu codes = codes_of<Kind>(line, h, code_of);
@@ -66,19 +75,19 @@ inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ld
 template <int Rows, int Vectors, Lying Kind>
 inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end, const uint32_t* b,
                                 int64_t ldb, const Slice& s, const Lookup& code_of,
-                                vi (&c)[Rows][Vectors]) {
+                                Distances ahead, vi (&c)[Rows][Vectors]) {
   constexpr int half = 32, lines = half / (Kind == kQuads ? 4 : 8);
   const bool stream = s.stream;
   Ahead* const next = s.next;
   auto from = [&] { return x + k / kBlockK * Activations::kBlockStride + k % kBlockK; };
   for (; k + half <= end; k += half) {
     if (next) next->fetch();
-    b = stream ? quad_lines<lines, Kind, true>(from(), b, ldb, code_of, c)
-                 : quad_lines<lines, Kind, false>(from(), b, ldb, code_of, c);
+    b = stream ? quad_lines<lines, Kind, true>(from(), b, ldb, code_of, ahead, c)
+               : quad_lines<lines, Kind, false>(from(), b, ldb, code_of, ahead, c);
   }
   if (k < end)
-    b = stream ? quad_lines<lines / 2, Kind, true>(from(), b, ldb, code_of, c)
-                 : quad_lines<lines / 2, Kind, false>(from(), b, ldb, code_of, c);
+    b = stream ? quad_lines<lines / 2, Kind, true>(from(), b, ldb, code_of, ahead, c)
+               : quad_lines<lines / 2, Kind, false>(from(), b, ldb, code_of, ahead, c);
   return b;
 }
 
@@ -92,6 +101,7 @@ inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t
   const uint32_t* b = s.codes + column;
   Scales<Vectors> group(s, column);
   const Lookup code_of(w.table);
+  const Distances ahead;
   for (int64_t k = s.begin; k < s.end;) {
     vf part[Rows][Vectors] = {};
     int64_t step = k / kStep;
@@ -101,7 +111,7 @@ inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t
       for (int r = 0; r < Rows; r++)
         for (int v = 0; v < Vectors; v++)
           c[r][v] = splat_int(-w.centre() * totals[r * a.runs]);
-      b = quad_run<Rows, Vectors, Kind>(x, k, end, b, ldb, s, code_of, c);
+      b = quad_run<Rows, Vectors, Kind>(x, k, end, b, ldb, s, code_of, ahead, c);
       if (s.grouped) group.load();
       for (int r = 0; r < Rows; r++) {
         const float total = float(totals[r * a.runs]);
@@ -244,15 +254,16 @@ void integer_sums(const Weight& w, int64_t panel, const Activations& a, int64_t 
     Slice all{w, panel, 0, last, codes, nibbles, false, true, nullptr};
     return multiply_slice(all, a, row, int(rows), sums);
   }
-  bool centred = kSpreadCentred && nibbles && w.whole_zeros && !w.table;
+  const bool shared = nibbles && rows > kUnpackedRows;
+  bool centred = kSpreadCentred && shared && w.whole_zeros && !w.table;
   auto spread = static_cast<uint32_t*>(scratch(kDecoded, kIntegerChunk * kPanel));
   for (int64_t k = 0; k < last; k += kIntegerChunk) {
     int64_t end = k + kIntegerChunk < last ? k + kIntegerChunk : last;
     const int64_t tiles = div_up(rows, kIntegerRows) * (width / (2 * kLanes));
     Ahead next(codes + w.bytes(end, width) / 4, w.bytes(end - k, width), tiles * ((end - k) / 32));
     Slice slice{w,       panel, k,       end,   codes + w.bytes(k, width) / 4,
-                false, centred, false, kTiled ? nullptr : &next};
-    if (nibbles) {
+                nibbles && !shared, centred, false, kTiled ? nullptr : &next};
+    if (shared) {
       spread_nibbles(slice, centred, spread);
       slice.codes = spread;
     }

@@ -1,6 +1,7 @@
 // Four products of bytes per 32-bit lane: unsigned weights with signed activations.
 #pragma once
 
+#include "base/level.h"
 #include "base/vec.h"
 
 namespace modulm {
@@ -9,6 +10,11 @@ namespace modulm {
 // cache (which allows more loads in flight than the first) and from there into the first; for
 // scales.
 constexpr int kQuadsAhead = 1024, kQuadsFar = 768, kQuadsNear = 128, kScalesAhead = 512;
+
+// The distances for few rows on this processor, in lanes.
+struct Distances {
+  int64_t far = stream_distance(kQuadsFar), near = stream_distance(kQuadsNear);
+};
 
 // Memory that is needed next, prefetched in portions during another computation. All at once, it
 // would fill the miss buffers and delay other loads.

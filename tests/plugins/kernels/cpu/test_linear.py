@@ -260,8 +260,12 @@ def test_floats_of_eight_bits_have_larger_groups(ops):
 def test_blocks_of_fp8(ops):
     codes, scales = codes_of("fp8", 80, 256), torch.rand(80, 2) / 100
     packed = ops["pack_linear"](codes, "fp8", 128, scales)
-    for rows in (1, 20):
+    for rows in (1, 13, 20):
         check(ops, packed, codes.float() * scales.repeat_interleave(128, 1), rows)
+    x = torch.randn(20, packed.inputs).bfloat16()
+    whole = ops["linear"](x, packed)
+    for rows in (1, 6, 7, 18, 19):
+        assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
 
 
 ROUNDED = ("int8", "int4", "iq4", *BLOCKS)
