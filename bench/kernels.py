@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from probe import probe
 import modulm_kernels_cpu as kernels
 from modulm.ops import sampling_twins, twins
 from modulm.testing.paged_attention import qkv_prepare
+from modulm_kernels_cpu.memory import huge_buffer
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 3072, 16, 8, 128, 151936
 COPIES = 40  # weight copies that are cycled through
@@ -128,6 +130,7 @@ class Attended:
     size: int = HEAD
     latent: int = 0
     kept: torch.dtype = torch.bfloat16
+    block: int = 32
 
     @property
     def flops(self) -> float:
@@ -141,11 +144,18 @@ ATTENDED = (
     Attended("decode, 32 rows of 512", 512, rows=32),
     Attended("decode, 1 row of 8192, int8", 8192, kept=torch.int8),
     Attended("decode, 1 row of 8192, fp8", 8192, kept=torch.float8_e4m3fn),
+    Attended("decode, 1 row of 32768", 32768),
+    Attended("decode, 1 row of 32768, int8", 32768, kept=torch.int8),
+    Attended("decode, 1 row of 131072", 131072),
+    Attended("decode, 1 row of 131072, int8", 131072, kept=torch.int8),
     Attended("decode, 1 row of 8192, latent, 16 heads", 8192, 1, 1, 16, 1, 576, 512),
     Attended("decode, 1 row of 8192, latent, 128 heads", 8192, 1, 1, 128, 1, 576, 512),
     Attended("prefill of 2048", 2048, 2048),
     Attended("prefill of 2048, int8", 2048, 2048, kept=torch.int8),
     Attended("prefill of 2048, fp8", 2048, 2048, kept=torch.float8_e4m3fn),
+    Attended("prefill of 512 after 32256", 32768, 512),
+    Attended("prefill of 512 after 32256, int8", 32768, 512, kept=torch.int8),
+    Attended("prefill of 512 after 130560", 131072, 512),
     Attended("prefill of 512, latent, 16 heads", 512, 512, 1, 16, 1, 576, 512),
 )
 
@@ -160,11 +170,11 @@ def attention(ops, step: Attended) -> Case:
     torch attends over dense keys and values in bf16 whatever the cache format. Its heads share one
     key as queries of one head, and those of a prompt as separate heads.
     """
-    block, rows, fresh = 32, step.rows, step.fresh
+    block, rows, fresh = step.block, step.rows, step.fresh
     width = step.context // block
     values = 0 if step.latent else None
     shape = kernels.cache_shape(rows * width, step.kv_heads, block, step.size, values, step.kept)
-    cache = torch.zeros(shape, dtype=step.kept)
+    cache = huge_buffer(math.prod(shape) * step.kept.itemsize).view(step.kept).view(shape)
     k = torch.randn(rows * step.context, step.kv_heads, step.size).bfloat16()
     ops["write_kv"](k, k, cache, torch.arange(len(k)))
     tables = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
@@ -177,13 +187,14 @@ def attention(ops, step: Attended) -> Case:
     queries = q.view(rows, fresh, step.heads, step.size).transpose(1, 2).contiguous()
     if step.latent and fresh == 1:
         queries = queries.transpose(1, 2)
+    causal = fresh == step.context  # after other tokens, torch's would see only the first ones
     reads = fresh * step.heads // step.kv_heads < 32
     given = (q, cache, tables, starts, lengths, step.size**-0.5, out)
     return Case(
         f"attention {step.name}",
         lambda: ops["paged_attention"](*given, plan=plan),
         lambda: F.scaled_dot_product_attention(
-            queries, dense, dense[..., : out.shape[-1]], is_causal=fresh > 1, enable_gqa=True
+            queries, dense, dense[..., : out.shape[-1]], is_causal=causal, enable_gqa=True
         ),
         bytes=cache.nbytes if reads else 0.0,
         flops=0.0 if reads else step.flops,

@@ -133,9 +133,51 @@ inline void add_line(const Byte* const (&a)[Rows], int64_t k, const vu (&line)[V
   }
 }
 
-template <int Rows, int Vectors, class Element, class Start>
+// What is fetched while columns are multiplied: with each of their lines as much from `at` on, in
+// steps of `stride` lanes. Null: nothing.
+struct Lines {
+  const uint32_t* at;
+  int64_t stride;
+};
+struct Nothing {};
+#if defined(MODULM_WIDE_PAIRS)
+constexpr bool kFetchedInTiles = true;
+#else
+constexpr bool kFetchedInTiles = false;
+#endif
+
+// Whether tiles fetch what follows in the order of memory: with each of their lines as much of what
+// ahead(bytes) returns, or nothing if that is null. Eight vectors are two streams.
+#if defined(__AVX512F__) && !defined(__AMX_BF16__)
+constexpr bool kFetchedInTurn = true;
+#else
+constexpr bool kFetchedInTurn = false;
+#endif
+
+template <int Vectors>
+struct InTurn {
+  static constexpr int kCount = Vectors > 5 ? 2 : 1, kVectors = Vectors / kCount;
+  const char* at[kCount];
+
+  template <class Next>
+  InTurn(const Next& ahead, int64_t lines) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; i++) at[i] = ahead(lines * kVectors * 64);
+  }
+  explicit operator bool() const { return at[kCount - 1]; }
+  void line() {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; i++) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; v++) __builtin_prefetch(at[i] + v * 64, 0, 2);
+      at[i] += kVectors * 64;
+    }
+  }
+};
+
+template <int Rows, int Vectors, class Element, class Start, class Next>
 inline void tile(const Element* a, int64_t lda, const Start& start, int column, Depth depth,
-                 Sums to) {
+                 Sums to, [[maybe_unused]] const Next& ahead) {
   constexpr int width = 4 / sizeof(Element);  // elements of a line
   using Vector = typename std::conditional<width == 1, vf, vu>::type;
   vf c[Rows][Vectors];
@@ -151,11 +193,21 @@ inline void tile(const Element* a, int64_t lda, const Start& start, int column, 
     decltype(start(0, 0)) b[Vectors];
 #pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) b[v] = start(run, column + v * kLanes);
-    for (int64_t k = 0, at = 0; k < depth.lines; k++, at += depth.stride) {
-      Vector line[Vectors];
+    auto lines = [&](auto&& fetch) {
+      for (int64_t k = 0, at = 0; k < depth.lines; k++, at += depth.stride) {
+        Vector line[Vectors];
 #pragma GCC unroll 8
-      for (int v = 0; v < Vectors; v++) line[v] = load_raw<Vector>(b[v] + at);
-      add_line(row, k, line, c);
+        for (int v = 0; v < Vectors; v++) line[v] = load_raw<Vector>(b[v] + at);
+        fetch();
+        add_line(row, k, line, c);
+      }
+    };
+    if constexpr (kFetchedInTurn && !std::is_same<Next, Nothing>::value) {
+      InTurn<Vectors> next(ahead, depth.lines);
+      if (next) lines([&] { next.line(); });
+      else lines([] {});
+    } else {
+      lines([] {});
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) row[r] += depth.lines * width;
@@ -166,32 +218,25 @@ inline void tile(const Element* a, int64_t lda, const Start& start, int column, 
     for (int v = 0; v < Vectors; v++) store(to.data + r * to.stride + column + v * kLanes, c[r][v]);
 }
 
-// Calls tile<n> for blocks of up to Rows rows.
-template <int Rows, int Vectors, class Element, class Start>
-inline void tile_rows(Left<Element> a, const Start& start, int column, Depth depth, Sums to) {
-  int r = 0;
-  for (; r + Rows <= a.rows; r += Rows, to.data += Rows * to.stride)
-    tile<Rows, Vectors>(a.data + r * a.stride, a.stride, start, column, depth, to);
+// Calls tile<n> for blocks of up to Rows rows. The first block fetches.
+template <int Rows, int Vectors, class Element, class Start, class Next>
+inline void tile_rows(Left<Element> a, const Start& start, int column, Depth depth, Sums to,
+                      const Next& ahead) {
+  if (a.rows >= Rows) {
+    tile<Rows, Vectors>(a.data, a.stride, start, column, depth, to, ahead);
+    for (int r = Rows; r + Rows <= a.rows; r += Rows)
+      tile<Rows, Vectors>(a.data + r * a.stride, a.stride, start, column, depth,
+                          Sums{to.data + r * to.stride, to.stride, to.fresh}, Nothing{});
+  }
   if constexpr (Rows > 1) {
-    if (r == a.rows) return;
-    a.data += r * a.stride;
-    a.rows -= r;
-    tile_rows<Rows - 1, Vectors>(a, start, column, depth, to);
+    const int done = a.rows / Rows * Rows;
+    if (done == a.rows) return;
+    const Left<Element> rest{a.data + done * a.stride, a.stride, a.rows - done};
+    const Sums below{to.data + done * to.stride, to.stride, to.fresh};
+    if (done) tile_rows<Rows - 1, Vectors>(rest, start, column, depth, below, Nothing{});
+    else tile_rows<Rows - 1, Vectors>(rest, start, column, depth, below, ahead);
   }
 }
-
-// What is fetched while columns are multiplied: with each of their lines as much from `at` on, in
-// steps of `stride` lanes. Null: nothing.
-struct Lines {
-  const uint32_t* at;
-  int64_t stride;
-};
-struct Nothing {};
-#if defined(MODULM_WIDE_PAIRS)
-constexpr bool kFetchedInTiles = true;
-#else
-constexpr bool kFetchedInTiles = false;
-#endif
 
 #if defined(MODULM_WIDE_PAIRS)
 constexpr int64_t kConvertedDepth = 640;  // k of rows that are converted to fp32
@@ -371,8 +416,9 @@ inline void bytes_tiles(Left<Element> all, const Start& start, int columns, Dept
 }
 #endif
 
-template <class Element, class Start>
-inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Depth depth, Sums to) {
+template <class Element, class Start, class Next>
+inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Depth depth, Sums to,
+                           const Next& ahead) {
   constexpr int rows = std::is_same<Element, float>::value ? kFloatRows : kPairRows;
   constexpr int wide = 4 * kLanes;
   int c = 0;
@@ -380,27 +426,32 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
   // The last vector of 80 columns is computed with the four before it: alone it has too few sums to
   // keep the multipliers busy.
   const int last = columns > wide && columns % wide == kLanes ? wide + kLanes : 0;
-  for (; c + wide <= columns - last; c += wide) tile_rows<rows, 4>(a, start, c, depth, to);
-  if (last) return tile_rows<std::min(rows, 5), 5>(a, start, c, depth, to);
-  for (; c + 2 * kLanes <= columns; c += 2 * kLanes) tile_rows<rows, 2>(a, start, c, depth, to);
+  if (sizeof(Element) < 4 && a.rows <= 2)
+    for (; c + 2 * wide <= columns - last; c += 2 * wide)
+      tile_rows<2, 8>(a, start, c, depth, to, ahead);
+  for (; c + wide <= columns - last; c += wide) tile_rows<rows, 4>(a, start, c, depth, to, ahead);
+  if (last) return tile_rows<std::min(rows, 5), 5>(a, start, c, depth, to, ahead);
+  for (; c + 2 * kLanes <= columns; c += 2 * kLanes)
+    tile_rows<rows, 2>(a, start, c, depth, to, ahead);
 #else
 #if defined(__AVX2__)
   if (sizeof(Element) > 2 && a.rows > 2)
     for (; c + 2 * kLanes <= columns; c += 2 * kLanes)
-      tile_rows<rows, 2>(a, start, c, depth, to);
+      tile_rows<rows, 2>(a, start, c, depth, to, ahead);
 #endif
 #if defined(MODULM_MANY_REGISTERS)
-  for (; c + wide <= columns; c += wide) tile_rows<rows, 4>(a, start, c, depth, to);
+  for (; c + wide <= columns; c += wide) tile_rows<rows, 4>(a, start, c, depth, to, ahead);
 #else
-  for (; c + wide <= columns; c += wide) tile_rows<2, 4>(a, start, c, depth, to);
+  for (; c + wide <= columns; c += wide) tile_rows<2, 4>(a, start, c, depth, to, ahead);
 #endif
 #endif
-  for (; c < columns; c += kLanes) tile_rows<rows, 1>(a, start, c, depth, to);
+  for (; c < columns; c += kLanes) tile_rows<rows, 1>(a, start, c, depth, to, ahead);
 }
 
 // In fp32, the lines of a run are a multiple of 8, in bf16 of 16. With AMX, the rows of a and c are
 // padded to the next multiple of 16 if there are more than 16. ahead(run, column, columns): the Lines
-// that are fetched while these columns of a run are multiplied, on levels with kFetchedInTiles.
+// that are fetched while these columns of a run are multiplied, on levels with kFetchedInTiles. On
+// those with kFetchedInTurn, ahead(bytes) as for `InTurn`.
 template <class Element, class Start, class Next = Nothing>
 inline void multiply_attention(Left<Element> a, const Start& start, int columns, Depth depth,
                                Sums to, [[maybe_unused]] const Next& ahead = {}) {
@@ -417,7 +468,7 @@ inline void multiply_attention(Left<Element> a, const Start& start, int columns,
       return halves_tiles(a, start, columns, depth, to, ahead);
   if constexpr (!std::is_integral<Element>::value)
 #endif
-    multiply_tiles(a, start, columns, depth, to);
+    multiply_tiles(a, start, columns, depth, to, ahead);
 }
 
 // Number of lines that are multiplied for a head of this size, out of its padded lines.

@@ -67,6 +67,33 @@ class Walk {
     int64_t head, position, pieces;
   };
 
+  // What of the next chunk is still to be fetched, in the order of memory: a piece's keys, values and
+  // scales are contiguous where blocks have as many tokens as pieces.
+  struct Upcoming {
+    const char *at = nullptr, *end = nullptr;
+    int64_t pieces = 0;  // begun
+
+    // The next so many bytes or fewer, or null.
+    const char* take(const Walk& walk, int64_t bytes) {
+      constexpr int64_t few = 512;
+      if (at == end) {
+        if (pieces >= walk.next.pieces) return nullptr;
+        int64_t inside, position = walk.next.position + pieces++ * kPiece;
+        int64_t id = walk.block_at(*walk.next.tile, position, inside);
+        at = reinterpret_cast<const char*>(walk.p.cache.keys(id, walk.next.head));
+        end = at + walk.p.cache.head_bytes();
+      }
+      const char* taken = at;
+      at += std::min(bytes, end - at);
+      for (; end - at < few && at < end; at += 64) __builtin_prefetch(at, 0, 2);
+      at = std::min(at, end);
+      return taken;
+    }
+  };
+  bool in_turn() const {
+    return kFetchedInTurn && p.cache.block == kPiece && !p.cache.latent && tile.rows <= kFewRows;
+  }
+
   // The columns of a split that some row of a tile sees, rounded to pieces.
   static Span pieces(const Tile& tile, int64_t index) {
     const int64_t origin = index * kSplit;
@@ -194,7 +221,7 @@ class Walk {
   // Prefetches a piece of the next chunk: its keys while keys are multiplied, its values with
   // values.
   void fetch_keys(int64_t index) const {
-    if (tile.rows > kFewRows || index >= next.pieces) return;
+    if (tile.rows > kFewRows || in_turn() || index >= next.pieces) return;
     int64_t inside, id = block_at(*next.tile, next.position + index * kPiece, inside);
     const int64_t line = p.cache.element() * Math::width;
     const uint8_t* keys = p.cache.keys(id, next.head) + inside * line;
@@ -203,7 +230,7 @@ class Walk {
   }
 
   void fetch_values(int64_t index) const {
-    if (tile.rows > kFewRows || index >= next.pieces) return;
+    if (tile.rows > kFewRows || in_turn() || index >= next.pieces) return;
     int64_t inside, id = block_at(*next.tile, next.position + index * kPiece, inside);
     const int64_t token = p.cache.value_size * p.cache.element();
     fetch(p.cache.values(id, next.head) + inside * token, kPiece * token);
@@ -225,6 +252,10 @@ class Walk {
     if constexpr (kFetchedInTiles)
       if (tile.rows <= kFewRows)
         return multiply_attention(rows, at, columns, depth, to, ahead);
+    if constexpr (kFetchedInTurn)
+      if (in_turn())
+        return multiply_attention(rows, at, columns, depth, to,
+                                  [this](int64_t bytes) { return upcoming.take(*this, bytes); });
     multiply_attention(rows, at, columns, depth, to);
   }
 
@@ -312,6 +343,7 @@ class Walk {
       chunk = first_chunk({at, columns.high});
       fresh = at == columns.low;
       next = after_chunk(columns);
+      upcoming = {};
       if (!at_once()) find(chunk);
       if (!p.cache.latent) add_scores();
       soften(state);
@@ -512,6 +544,7 @@ class Walk {
   bool fresh = true;
   Columns bounds[kGroupRows];
   Ahead ahead{}, next{};
+  mutable Upcoming upcoming{};
   float* scores;            // of a group and chunk; if latent, of all rows and a split
   Weight* weights;          // [rows of a group * planes][columns of a chunk]
   float* totals;            // [rows of a group][lanes]

@@ -14,7 +14,13 @@
 namespace modulm {
 namespace {
 
-constexpr int64_t kBF16Chunk = 256;            // the same for bf16 that needs no decoding
+// The most k of a bf16 panel that meet all rows of a block before the next k: with products of pairs,
+// sums stay in registers and the panel in half of a second-level cache.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr int64_t kBF16Chunk = 3072;
+#else
+constexpr int64_t kBF16Chunk = 256;
+#endif
 #if defined(__AMX_BF16__)
 constexpr int64_t kRowBlockBytes = 1 << 20;    // of x: half of a second-level cache
 #elif defined(MODULM_WIDE_PAIRS)
@@ -28,12 +34,13 @@ constexpr int kManyRows = 64;
 constexpr int kFewRows = 32;                   // up to here memory is the bottleneck of a product
 
 // Few rows use all of K at once, directly from memory. With more rows, a chunk of the panel stays
-// in the first-level cache for all of them; their sums are stored in memory meanwhile, exactly.
+// in a cache for all of them; their sums are stored in memory meanwhile, exactly.
 void bf16_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   auto x = static_cast<const bf16*>(p.x);
   auto b = reinterpret_cast<const uint32_t*>(p.w.panel(panel));
   int width = p.w.width(panel);
   int64_t last = p.w.padded_k(), chunk = rows <= kBlockRows ? last : kBF16Chunk;
+  chunk = div_up(div_up(last, div_up(last, chunk)), kPadK) * kPadK;
   float* sums = sums_of(rows, kSums);
   for (int64_t k = 0; k < last; k += chunk) {
     int64_t ks = last - k < chunk ? last - k : chunk;

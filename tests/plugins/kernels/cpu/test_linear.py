@@ -84,7 +84,9 @@ def test_overwritten_floats(ops, kind, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(256, 16, 64), (300, 200, 700), (530, 112, 1030)])
+@pytest.mark.parametrize(
+    "shape", [(256, 16, 64), (300, 200, 700), (530, 112, 1030), (20, 80, 6200)]
+)
 def test_many_rows(ops, shape, dtype):
     """Several blocks of rows and chunks of k, panels of every kind of width, edges on all sides."""
     rows, outputs, inputs = shape
