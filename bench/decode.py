@@ -1,10 +1,12 @@
 """Where the time of steps goes: single streams, a full batch, a prompt, and a long context.
 
     python bench/decode.py MODEL [--quantization int8] [--only NAME ...] [--json FILE]
+    python bench/decode.py MODEL --long 32768 --kv-cache-dtype int8 --hf-overrides '{...}'
 
 Each figure is compared with the machine's peak: the bytes that a step reads with the read
 bandwidth, the operations of a prompt with the rate of a bf16 product. Both are measured just before
-and just after, since other load on the host changes them.
+and just after, since other load on the host changes them. --long is one prompt of that many tokens,
+computed once, and one stream after it; random weights in fewer layers (--hf-overrides) shorten it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ BYTES = {None: 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 64}
 class Sizes:
     """The cost of a step of a dense model: bytes of weights, bytes of KV per token of context."""
 
-    def __init__(self, config: Mapping[str, Any], quantization: str | None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], quantization: str | None, cache_dtype: str = "auto"
+    ) -> None:
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         size = config.get("head_dim") or hidden // heads
@@ -43,7 +47,8 @@ class Sizes:
         head = hidden * config["vocab_size"] * (1.0 if quantization == "int4" else each)
         self.weights = self.products * each + head
         self.heads = layers * heads * size
-        self.kv = 2 * layers * kv_heads * size * 2
+        one = size + 4 if cache_dtype == "int8" else size * (1 if "8" in cache_dtype else 2)
+        self.kv = 2 * layers * kv_heads * one
 
     def prompt_flops(self, tokens: int) -> float:
         """FLOPs of a prompt: the linear layers, and causal attention."""
@@ -63,10 +68,8 @@ def seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
     return time.perf_counter() - began
 
 
-def per_step(llm: LLM, context: int, steps: int) -> float:
-    """Seconds per step of one stream with `context` tokens before it."""
-    ids = prompt(context)
-    seconds(llm, [ids], 1)  # caches the prompt, so that only decoding is timed
+def per_step(llm: LLM, ids: list[int], steps: int) -> float:
+    """Seconds per step of one stream after a cached prompt, so that only decoding is timed."""
     return (seconds(llm, [ids], steps + 2) - seconds(llm, [ids], 2)) / steps
 
 
@@ -84,8 +87,14 @@ def bandwidth() -> float:
 
 def stream(llm: LLM, sizes: Sizes, context: int = 64, steps: int = 64) -> dict[str, float]:
     """One stream: bytes of weights and KV per second of a step, as a fraction of the bandwidth."""
-    step, possible = beside(bandwidth, lambda: per_step(llm, context, steps))
-    read = (sizes.weights + sizes.kv * (context + steps / 2)) / 1e9
+    ids = prompt(context)
+    seconds(llm, [ids], 1)
+    step, possible = beside(bandwidth, lambda: per_step(llm, ids, steps))
+    return stream_figures(sizes, step, possible, context + steps / 2)
+
+
+def stream_figures(sizes: Sizes, step: float, possible: float, context: float) -> dict[str, float]:
+    read = (sizes.weights + sizes.kv * context) / 1e9
     return {
         "tokens/s": 1 / step,
         "GB/s": read / step,
@@ -105,6 +114,25 @@ def prefill(llm: LLM, sizes: Sizes, tokens: int = 2048) -> dict[str, float]:
         "GFLOP/s": done / best,
         "of GFLOP/s": possible,
         "fraction": done / best / possible,
+    }
+
+
+def long_context(
+    llm: LLM, sizes: Sizes, tokens: int, steps: int = 8
+) -> dict[str, dict[str, float]]:
+    """One prompt, which is computed once, and one stream after it."""
+    ids = prompt(tokens)
+    taken, rate = beside(gemm_rate, lambda: seconds(llm, [ids], 1))
+    done = sizes.prompt_flops(tokens) / 1e9
+    step, possible = beside(bandwidth, lambda: per_step(llm, ids, steps))
+    return {
+        f"prompt of {tokens}": {
+            "tokens/s": tokens / taken,
+            "GFLOP/s": done / taken,
+            "of GFLOP/s": rate,
+            "fraction": done / taken / rate,
+        },
+        f"stream after {tokens}": stream_figures(sizes, step, possible, tokens + steps / 2),
     }
 
 
@@ -131,16 +159,28 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--eager", action="store_true", help="without recorded steps")
     parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--long", type=int, help="only a prompt of so many tokens and a stream")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--hf-overrides", type=json.loads, default={}, help="with random weights")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
+    config = json.loads((Path(options.model) / "config.json").read_text()) | options.hf_overrides
+    sizes = Sizes(config, options.quantization, options.kv_cache_dtype)
+    length = (options.long or 8192) + 800
     llm = LLM(
         options.model, quantization=options.quantization, enforce_eager=options.eager,
-        max_model_len=9000, kv_cache_memory_bytes=2 << 30, speculative="off",
+        max_model_len=length, kv_cache_memory_bytes=max(2 << 30, int(sizes.kv * length * 1.1)),
+        kv_cache_dtype=options.kv_cache_dtype, speculative="off",
+        hf_overrides=options.hf_overrides,
+        load_format="dummy" if options.hf_overrides else "auto",
     )  # fmt: skip
-    config = json.loads((Path(options.model) / "config.json").read_text())
-    sizes = Sizes(config, options.quantization)
     seconds(llm, [prompt(64)], 8)
     found = {}
+    if options.long:
+        found = long_context(llm, sizes, options.long)
+        for name, figures in found.items():
+            print(name, *(f"{value:.4g} {unit}" for unit, value in figures.items()), sep="  ")
+        options.only = []
     for name, measure in cases(llm, sizes).items():
         if options.only is None or name in options.only:
             found[name] = measure()
