@@ -70,7 +70,8 @@ def seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
 
 def per_step(llm: LLM, ids: list[int], steps: int) -> float:
     """Seconds per step of one stream after a cached prompt, so that only decoding is timed."""
-    return (seconds(llm, [ids], steps + 2) - seconds(llm, [ids], 2)) / steps
+    more, fewer = (min(seconds(llm, [ids], n) for _ in range(3)) for n in (steps + 2, 2))
+    return (more - fewer) / steps
 
 
 def beside(measure: Callable[[], float], figure: Callable[[], float]) -> tuple[float, float]:
