@@ -1,6 +1,6 @@
 // out[T, H] = the weighted sum, over the experts a token chose, of down(act(gate_up(x))).
 //
-// Two passes over (token, expert) pairs sorted by expert. In the first a task is one panel of the
+// Two passes over (token, expert) pairs sorted by expert. In the first a task is some panels of the
 // inner columns of one expert: gate and up of the same columns are multiplied, and the activations
 // are stored as bf16, or as fp32 if weights are fp32 or fp16. If `down` multiplies integers, the
 // last thread to work on an expert quantizes its rows. In the second pass, a task is some panels of
@@ -10,11 +10,9 @@
 // expert.
 #include <sched.h>
 
-#include <atomic>
-
 #include "base/math.h"
 #include "base/replay.h"
-#include "moe/panel.h"
+#include "moe/plan.h"
 
 namespace modulm {
 namespace {
@@ -25,63 +23,9 @@ inline void relax() {
 #endif
 }
 
-constexpr int64_t kBlockBytes = 512 << 10;  // of a block of rows: half of a second-level cache
-constexpr int64_t kBlockUnit = 96;          // a multiple of every kBlockRows
-constexpr int64_t kTokens = 512;            // whose totals a task of the second pass computes
-constexpr int64_t kManyTokens = 64;         // from which on such a task has several panels
-constexpr int64_t kPanelsPerTask = 4;
+constexpr int64_t kTokens = 512;  // whose totals a task of the second pass computes
 
 enum GateKind : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kClampedSwiglu = 3 };
-
-struct Bias {
-  const void* data;  // [experts][n] or null
-  int64_t n;
-  int dtype;
-};
-
-// Pairs of one expert: `count` from `first` on in the sorted order. `x` are their inputs. The
-// integers of a run begin at `place`, a multiple of a tile of rows.
-struct Run {
-  int64_t expert, first, count, place;
-  const void* x;
-  int64_t index;  // of the run that a block belongs to
-};
-
-struct Step {
-  const Stack& gate_up;
-  const Stack& down;
-  Bias gate_up_bias, down_bias;
-  int gate;
-  float alpha, limit;
-
-  int64_t tokens, pairs;
-  int64_t places;  // of integers
-  Run* runs;
-  int64_t run_count;
-  Run* blocks;  // the runs, cut into blocks of rows
-  int64_t block_count;
-  std::atomic<int64_t>* unfinished;  // [runs]: tasks of the first pass
-  int32_t* token;  // [pairs], sorted by expert, then by token
-  float* weight;   // [pairs]
-  int64_t ldx;
-  void* inner;  // [pairs][padded inner] in the dtype of activations
-  bool shared;  // all inputs are one row of integers
-  Activations rounded_inputs, rounded_inner;  // where the stack multiplies integers
-  void* out;
-  int64_t ldo;
-  int dtype;
-};
-
-const void* offset(const void* x, int64_t elements, const Stack& s) {
-  return static_cast<const uint8_t*>(x) + elements * s.input_size();
-}
-
-// f(one number of the dtype that `s` multiplies)
-template <class F>
-void with_input(const Stack& s, F&& f) {
-  if (s.wide()) f(float{});
-  else f(bf16{});
-}
 
 template <class F>
 void with_gate(const Step& s, F&& f) {
@@ -114,10 +58,22 @@ void add_bias(const Bias& bias, int64_t expert, int64_t column, int64_t columns,
   });
 }
 
-// For two panels.
-float* pair_of_sums(const Stack& s, int64_t rows) {
-  int64_t bytes = 2 * room(s.first, rows) * kPanel * int64_t(sizeof(float));
+float* expert_sums(const Stack& s, int64_t rows, int64_t panels) {
+  int64_t bytes = panels * room(s.first, rows) * kPanel * int64_t(sizeof(float));
   return static_cast<float*>(scratch(kMoeSums, bytes));
+}
+
+// Panels of the inner columns of one expert, for a block of its rows.
+struct GateTask {
+  const Run& block;
+  int64_t first, count;
+};
+
+// Panels run fastest, so that a block of rows stays cached while weights stream past it.
+GateTask gate_task(const Step& s, int64_t task) {
+  int64_t each = div_up(s.gate_up.panels(), s.gate_panels);
+  int64_t first = task % each * s.gate_panels, left = s.gate_up.panels() - first;
+  return {s.blocks[task / each], first, left < s.gate_panels ? left : s.gate_panels};
 }
 
 // The first two panels that a task reads together, or null.
@@ -133,9 +89,9 @@ Heads upcoming(const PanelOf& first, const PanelOf& second) {
 }
 
 Heads gate_heads(const Step& s, int64_t task) {
-  int64_t panels = s.gate_up.panels(), expert = s.blocks[task / panels].expert;
-  return upcoming(PanelOf(s.gate_up, expert, 0, task % panels),
-                  PanelOf(s.gate_up, expert, 1, task % panels));
+  const GateTask t = gate_task(s, task);
+  return upcoming(PanelOf(s.gate_up, t.block.expert, 0, t.first),
+                  PanelOf(s.gate_up, t.block.expert, 1, t.first));
 }
 Heads down_heads(const Step& s, int64_t expert, int64_t panel) {
   int64_t second = panel + 1 < s.down.panels() ? panel + 1 : panel;
@@ -158,15 +114,10 @@ void finish_task(const Step& s, int64_t run) {
   s.unfinished[run].fetch_sub(1, std::memory_order_release);
 }
 
-void gate_panel(const Step& s, const Run& block, int64_t panel, Heads following) {
+// inner = act(gate, up) of one panel
+void store_inner(const Step& s, const Run& block, int64_t panel, float* gate, float* up) {
   int64_t inner = s.gate_up.first.n, column = panel * kPanel, stride = s.down.padded_k();
   int64_t columns = inner - column < kPanel ? inner - column : kPanel;
-  float* gate = pair_of_sums(s.gate_up, block.count);
-  float* up = gate + room(s.gate_up.first, block.count) * kPanel;
-  two_panel_sums(PanelOf(s.gate_up, block.expert, 0, panel),
-                 PanelOf(s.gate_up, block.expert, 1, panel),
-                 {block.x, s.ldx, &s.rounded_inputs, s.shared ? 0 : block.place}, block.count, gate,
-                 following.first, following.second);
   add_bias(s.gate_up_bias, block.expert, column, columns, block.count, gate);
   add_bias(s.gate_up_bias, block.expert, inner + column, columns, block.count, up);
   int64_t written = panel + 1 == s.gate_up.panels() ? stride - column : kPanel;
@@ -181,6 +132,29 @@ void gate_panel(const Step& s, const Run& block, int64_t panel, Heads following)
       }
     });
   });
+}
+
+// Integers are read as one stream: all panels of gate and then all of up.
+void gate_panels(const Step& s, const GateTask& t, Heads following) {
+  const Run& block = t.block;
+  const int64_t size = room(s.gate_up.first, block.count) * kPanel;
+  float *gate = expert_sums(s.gate_up, block.count, 2 * t.count), *up = gate + t.count * size;
+  const Inputs in{block.x, s.ldx, &s.rounded_inputs, s.shared ? 0 : block.place};
+  auto panel_of = [&](int part, int64_t i) {
+    return PanelOf(s.gate_up, block.expert, part, t.first + i);
+  };
+  if (t.count == 1) {
+    two_panel_sums(panel_of(0, 0), panel_of(1, 0), in, block.count, gate, following.first,
+                   following.second);
+  } else {
+    for (int64_t i = 0; i < 2 * t.count; i++) {
+      auto at = [&](int64_t i) { return panel_of(i >= t.count, i % t.count); };
+      const uint8_t* next = i + 1 < 2 * t.count ? at(i + 1).data() : following.first;
+      panel_sums(at(i), in, block.count, gate + i * size, next);
+    }
+  }
+  for (int64_t i = 0; i < t.count; i++)
+    store_inner(s, block, t.first + i, gate + i * size, up + i * size);
   finish_task(s, block.index);
 }
 
@@ -213,7 +187,7 @@ void add_weighted(const Step& s, const Part& part, const Area& area, int64_t pan
 
 void add_expert(const Step& s, const Part& part, const Area& area, float* totals,
                 Heads following) {
-  float* sums = pair_of_sums(s.down, part.rows);
+  float* sums = expert_sums(s.down, part.rows, 2);
   int64_t stride = s.down.padded_k(), end = area.panel + area.panels;
   Inputs in{offset(s.inner, part.first * stride, s.down), stride, &s.rounded_inner,
             part.run.place + part.first - part.run.first};
@@ -240,11 +214,6 @@ void deliver(const Step& s, const Area& area, const float* totals) {
       for_lanes(columns, [&](int64_t c, int n) { store_n(to + c, load(from + c), n); });
     }
   });
-}
-
-int64_t rows_at_once(const Stack& s) {
-  int64_t units = kBlockBytes / (s.padded_k() * s.input_size()) / kBlockUnit;
-  return kBlockUnit * (units < 1 ? 1 : units > 4 ? 4 : units);
 }
 
 // Waits until all inner columns of a run are computed. Threads that compute them never wait.
@@ -286,7 +255,9 @@ struct DownTasks {
   int64_t many, columns, all, tokens;
 
   explicit DownTasks(const Step& s) : all(s.down.panels()), tokens(s.tokens) {
-    many = tokens >= kManyTokens ? kPanelsPerTask : all >= 2 * threads() ? 2 : 1;
+    // One token's integers are read in longer streams.
+    bool long_streams = tokens == 1 && s.down.first.integer() && all >= 8 * threads();
+    many = tokens >= kManyTokens || long_streams ? kMostPanels : all >= 2 * threads() ? 2 : 1;
     columns = div_up(all, many);
   }
   int64_t count() const { return columns * div_up(tokens, kTokens); }
@@ -298,10 +269,8 @@ struct DownTasks {
 };
 
 void both_passes(const Step& s) {
-  int64_t panels = s.gate_up.panels();
   DownTasks downs(s);
-  // Panels run fastest, so that a block of rows stays cached while weights stream past it.
-  Spans first(s.block_count * panels), second(downs.count());
+  Spans first(s.block_count * div_up(s.gate_up.panels(), s.gate_panels)), second(downs.count());
   int64_t workers = first.count() > second.count() ? first.count() : second.count();
   auto work = [&](int64_t own, int) {
     int64_t end = first.begin(own + 1), begin = second.begin(own);
@@ -309,7 +278,7 @@ void both_passes(const Step& s) {
       Heads next = task + 1 < end      ? gate_heads(s, task + 1)
                    : begin < downs.count() ? down_heads(s, s.runs[0].expert, downs[begin].panel)
                                            : Heads{};
-      gate_panel(s, s.blocks[task / panels], task % panels, next);
+      gate_panels(s, gate_task(s, task), next);
     });
     second.work(own, [&](int64_t task) {
       int64_t next = task + 1 < downs.count() ? task + 1 : task;
@@ -318,104 +287,6 @@ void both_passes(const Step& s) {
     leave_tiles();
   };
   parallel(workers, work, true);
-}
-
-// Sorts pairs by expert, keeping tokens in order; false if an id is no expert's.
-bool sort_pairs(Step& s, const int64_t* ids, const float* weights, int64_t top_k,
-                int64_t* counts) {
-  int64_t experts = s.gate_up.experts;
-  std::memset(counts, 0, experts * sizeof(int64_t));
-  for (int64_t i = 0; i < s.pairs; i++) {
-    if (ids[i] < 0 || ids[i] >= experts) return false;
-    counts[ids[i]]++;
-  }
-  int64_t start = 0;
-  s.run_count = 0;
-  for (int64_t e = 0; e < experts; e++) {
-    if (counts[e]) {
-      s.runs[s.run_count] = {e, start, counts[e], s.places, nullptr, s.run_count};
-      s.run_count++;
-      s.places += div_up(counts[e], kRowTile) * kRowTile;
-    }
-    start += counts[e];
-    counts[e] = start - counts[e];
-  }
-  for (int64_t i = 0; i < s.pairs; i++) {
-    int64_t place = counts[ids[i]]++;
-    s.token[place] = int32_t(i / top_k);
-    s.weight[place] = weights[i];
-  }
-  return true;
-}
-
-template <class T, class To>
-void gather_rows(const Step& s, const T* x, int64_t ldx, int64_t k, int64_t padded, To* rows) {
-  parallel_runs(s.pairs, 65536 / padded, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) {
-      const T* from = x + s.token[r] * ldx;
-      To* to = rows + r * padded;
-      for_lanes(k, [&](int64_t i, int n) { store_n(to + i, load_n(from + i, n), n); });
-      std::memset(to + k, 0, (padded - k) * sizeof(To));
-    }
-  });
-}
-
-// Gathers the inputs of each run, in the dtype of activations and with K padded by zeros; single
-// rows that need neither are used in place (`direct`).
-void gather(Step& s, const void* x, int64_t ldx, bool direct) {
-  int64_t k = s.gate_up.first.k, padded = s.gate_up.padded_k();
-  if (direct) {
-    bool single = true;
-    for (int64_t i = 0; i < s.run_count; i++) single = single && s.runs[i].count == 1;
-    if (single) {
-      for (int64_t i = 0; i < s.run_count; i++)
-        s.runs[i].x = offset(x, s.token[s.runs[i].first] * ldx, s.gate_up);
-      return;
-    }
-  }
-  void* rows = scratch(kGathered, s.pairs * padded * s.gate_up.input_size());
-  with_input(s.gate_up, [&](auto wanted) {
-    with_float(s.dtype, [&](auto given) {
-      gather_rows(s, static_cast<const decltype(given)*>(x), ldx, k, padded,
-                  static_cast<decltype(wanted)*>(rows));
-    });
-  });
-  for (int64_t i = 0; i < s.run_count; i++)
-    s.runs[i].x = offset(rows, s.runs[i].first * padded, s.gate_up);
-}
-
-// Quantizes the inputs: one row in place, several at the positions of their runs.
-void round_inputs(Step& s, const void* x, int64_t ldx) {
-  const Weight& w = s.gate_up.first;
-  Activations rows = quantize(x, ldx, s.tokens, s.dtype, w);
-  s.shared = s.tokens == 1;
-  if (s.shared) {
-    s.rounded_inputs = rows;
-    return;
-  }
-  void* memory = scratch(kRoundedInputs, activation_bytes(s.places, w));
-  s.rounded_inputs = activations_in(memory, s.places, w);
-  parallel(s.run_count, [&](int64_t i, int) {
-    const Run& run = s.runs[i];
-    for (int64_t r = 0; r < run.count; r++)
-      copy_row(s.rounded_inputs, w, rows, s.token[run.first + r], run.place + r);
-  });
-}
-
-void cut_runs(Step& s) {
-  int64_t more = s.down.first.integer();  // quantization of the activations
-  int64_t most = rows_at_once(s.gate_up);
-  s.block_count = 0;
-  for (int64_t i = 0; i < s.run_count; i++) {
-    const Run& run = s.runs[i];
-    s.unfinished[i].store(div_up(run.count, most) * s.gate_up.panels() + more,
-                          std::memory_order_relaxed);
-    for (int64_t done = 0; done < run.count; done += most) {
-      int64_t left = run.count - done;
-      s.blocks[s.block_count++] = {run.expert, run.first + done, left < most ? left : most,
-                                   run.place + done, offset(run.x, done * s.ldx, s.gate_up), i};
-    }
-  }
 }
 
 }  // namespace
@@ -467,6 +338,7 @@ MODULM_API int modulm_experts(const void* x, int64_t ldx, int64_t tokens, int dt
             runs + most_runs,
             0,
             unfinished,
+            1,
             token,
             weight,
             first.padded_k(),

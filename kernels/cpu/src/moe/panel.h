@@ -86,7 +86,9 @@ inline void fold_sums(const PanelOf& p, int64_t rows, const float* from, float* 
 
 inline void coded_sums(const PanelOf& p, const Inputs& in, int64_t rows, float* sums,
                        const uint8_t* following) {
-  for (int64_t i = 0; following && i < kBeginning; i += 64)
+  // What lies directly behind the panel is part of its stream.
+  const uint8_t* end = p.data() + p.w.bytes(p.w.padded_k(), p.width());
+  for (int64_t i = 0; following && following != end && i < kBeginning; i += 64)
     __builtin_prefetch(following + i, 0, 2);
   if (!p.w.integer()) {
     fp8_sums(p.w, p.panel, {static_cast<const bf16*>(in.x), in.ldx}, rows, sums);

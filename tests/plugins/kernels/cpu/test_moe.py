@@ -270,6 +270,21 @@ def test_a_token_is_the_same_in_every_batch(ops, library, form):
             assert torch.equal(got, whole[part])
 
 
+@pytest.mark.parametrize("form", ["bf16", "int8-rounded", "int4-rounded", "fp8"])
+def test_panels_read_in_one_stream_give_the_same(ops, library, form):
+    """One token has tasks of four panels and of the fifth; 64 tokens have tasks of one panel."""
+    library.set_threads(1)
+    gate_up, _ = stack(ops, form, 8, 2, 320, 320)
+    down, _ = stack(ops, form, 8, 1, 320, 320)
+    x = torch.randn(64, 320).bfloat16()
+    weights, ids = choices(64, 8, 8)
+    together = ops["fused_experts"](x, weights, ids, gate_up, down)
+    for i in range(0, 64, 21):
+        one = slice(i, i + 1)
+        alone = ops["fused_experts"](x[one], weights[one], ids[one], gate_up, down)
+        assert torch.equal(alone[0], together[i])
+
+
 def test_all_tokens_one_expert(ops):
     gate_up, wide_gate_up = stack(ops, "bf16", 8, 2, 64, 64)
     down, wide_down = stack(ops, "bf16", 8, 1, 64, 64)
