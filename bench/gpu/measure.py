@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +334,49 @@ def low_precision(setup: Setup) -> None:
         setup.line(which, rate / 1e12, "TFLOP/s", setup.rate / 1e12, 1.0 if known else 0.0)
 
 
+def sums(setup: Setup) -> None:
+    """Sums over four ranks, which are streams of one GPU: their bits, and the time without links.
+
+    In a dry run there is one rank, because the interpreter runs one kernel at a time.
+    """
+    os.environ.setdefault("TRITON_INTERPRET", "1" if setup.tiny else "0")
+    from modulm_distributed.torch_group import sum_in_order
+    from modulm_kernels_triton.symmetric_sum import (
+        SumConstants,
+        SumMemory,
+        buffer_bytes,
+        sum_over_ranks,
+    )  # fmt: skip
+
+    ranks, device = 1 if setup.tiny else 4, setup.torch_device
+    dtype = torch.float32 if setup.tiny else torch.bfloat16
+    constants = SumConstants.tuned(ranks)
+    size = buffer_bytes(constants) // 8
+    buffers = [torch.zeros(size, dtype=torch.int64, device=device) for _ in range(ranks)]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
+    memories = [SumMemory.of(rank, constants, addresses) for rank in range(ranks)]
+    module = torch.get_device_module(device)
+    streams = [None if setup.tiny else module.Stream() for _ in range(ranks)]
+    for rows, two_shot in ((1, False), (64, False), (64, True), (4096, True)):
+        width = 64 if setup.tiny else 4096
+        count = min(rows, 4) if setup.tiny else rows
+        inputs = [torch.randn(count, width, device=device).to(dtype) for _ in range(ranks)]
+        found: list[torch.Tensor] = []
+
+        def together(inputs: Any = inputs, two_shot: bool = two_shot, found: Any = found) -> None:
+            found.clear()
+            for rank, stream in enumerate(streams):
+                with module.stream(stream) if stream else nullcontext():
+                    found.append(sum_over_ranks(inputs[rank], memories[rank], two_shot=two_shot))
+
+        took = setup.seconds(together)
+        wanted = sum_in_order(inputs)
+        if not all(torch.equal(total, wanted) for total in found):
+            raise AssertionError(f"the sum of {count} rows is wrong, two_shot: {two_shot}")
+        which = f"{ranks} ranks, {count} rows of {width}, {'two' if two_shot else 'one'}-shot"
+        setup.line(which, took * 1e6, "us")
+
+
 def decode(setup: Setup) -> None:
     """One stream, as a share of the time to read the weights once per token."""
     from modulm import SamplingParams
@@ -476,7 +519,7 @@ def _write_weights(setup: Setup, folder: Path, save: Callable[..., None]) -> Non
 #: Section -> time limit in seconds; correctness first.
 SECTIONS: dict[Callable[[Setup], None], int] = {
     machine: 15, kernels: 110, families: 60, graphs: 50, streams: 40, attention: 20,
-    low_precision: 30, decode: 70, throughput: 70, idle: 35, cold: 50,
+    low_precision: 30, sums: 15, decode: 70, throughput: 70, idle: 35, cold: 50,
 }  # fmt: skip
 
 

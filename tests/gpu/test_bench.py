@@ -46,7 +46,7 @@ def test_the_dry_run_passes(tmp_path) -> None:
     assert all(section["lines"] for section in report["sections"].values())
     assert list(report["sections"]) == [
         "machine", "kernels", "families", "graphs", "streams", "attention", "low_precision",
-        "decode", "throughput", "idle", "cold",
+        "sums", "decode", "throughput", "idle", "cold",
     ]  # fmt: skip
 
 

@@ -45,6 +45,8 @@ class Collectives(ABC):
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
+    #: Whether it sums with kernels of its own, which --disable-custom-all-reduce leaves out.
+    custom_all_reduce: ClassVar[bool] = False
 
     @classmethod
     def rejects(cls, platform: Platform, members: Members) -> str | None:

@@ -19,6 +19,9 @@ class DistributedConfig(FlagGroup):
     distributed_timeout_seconds: int = flag(
         300, "Maximum time that a rank waits for the others.", unit="seconds", least=1
     )
+    disable_custom_all_reduce: bool = flag(
+        False, "Sum over GPUs with NCCL instead of kernels that read the memory of the other GPUs.",
+    )  # fmt: skip
     worker_timeout: int = flag(
         300, "Time after which the workers of a step count as hung; 0: no limit.",
         unit="seconds", least=0,

@@ -11,9 +11,10 @@ from attrs import evolve, frozen
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from modulm.errors import EngineError, PluginError
+from modulm.errors import EngineError
 from modulm.parallel import Mesh, ProcessGroup
 from modulm_distributed.balance import BalancedExperts
+from modulm_distributed.choice import choose_collectives
 from modulm_distributed.collectives import Members
 from modulm_distributed.context import ContextMesh
 from modulm_distributed.hosts import HostPlatform
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
     from modulm.parallel.mesh import SpreadExperts
     from modulm.plugins.manager import PluginManager
-    from modulm_distributed.collectives import Collectives
     from modulm_distributed.eplb import EplbConfig
 
 __all__ = ["PlannedGroup", "RankSpec", "open_mesh", "planned_mesh"]
@@ -129,11 +129,17 @@ def planned_mesh(spec: RankSpec) -> Mesh:
 
 
 def open_mesh(
-    spec: RankSpec, platform: Platform, plugins: PluginManager, balance: EplbConfig | None = None
+    spec: RankSpec,
+    platform: Platform,
+    plugins: PluginManager,
+    balance: EplbConfig | None = None,
+    *,
+    custom_sums: bool = True,
 ) -> Mesh:
     """Connect this rank with the ranks of its groups. Raises EngineError.
 
-    balance: how experts are moved between ranks; None: never.
+    balance: how experts are moved between ranks; None: never. custom_sums: whether collectives may
+    sum with kernels of their own.
     """
     if spec.joined:
         if not isinstance(platform, HostPlatform):
@@ -149,7 +155,11 @@ def open_mesh(
             return ProcessGroup()
         one_host = spec.hosts == 1
         members = Members(name, rank, size, store, one_host, spec.seconds, spec.address)
-        return _choose(platform, members, plugins).open(platform, members)
+        chosen = choose_collectives(platform, members, plugins, custom=custom_sums)
+        if chosen.driver is None:
+            reasons = "; ".join(map(str, chosen.decision.candidates))
+            raise EngineError(f"nothing connects {size} ranks: {reasons}")
+        return chosen.driver.open(platform, members)
 
     world = group("world", spec.rank, spec.ranks)
     tensor = world if spec.pipeline == 1 else group(f"tensor {stage}", share, spec.tensor)
@@ -186,19 +196,3 @@ def _store(address: str, ranks: int, spec: RankSpec) -> c10d.Store:
         return c10d.PrefixStore(where, store)
     host, _, port = where.rpartition(":")
     return c10d.TCPStore(host, int(port), ranks, is_master=spec.rank == 0)
-
-
-def _choose(platform: Platform, members: Members, plugins: PluginManager) -> type[Collectives]:
-    """Return the first of the platform's collectives that is installed and accepts these ranks."""
-    reasons = []
-    for name in platform.collectives:
-        try:
-            collectives: type[Collectives] = plugins.load("collectives", name)
-        except PluginError as error:
-            reasons.append(str(error))
-            continue
-        reason = collectives.rejects(platform, members)
-        if reason is None:
-            return collectives
-        reasons.append(f"{name}: {reason}")
-    raise EngineError(f"nothing connects {members.size} ranks: {'; '.join(reasons)}")

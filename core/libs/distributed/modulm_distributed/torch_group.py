@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
     from modulm_distributed.collectives import Members
 
-__all__ = ["Gloo", "Nccl", "TorchGroup"]
+__all__ = ["Gloo", "Nccl", "TorchGroup", "sum_in_order"]
 
 #: Maximum dimensions of a tensor passed to the next stage.
 _DIMENSIONS = 4
@@ -39,11 +39,7 @@ class TorchGroup(ProcessGroup):
     device: torch.device | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        first, *others = self._gather(x)
-        total = first.float() if x.is_floating_point() else first
-        for other in others:
-            total = total + other
-        return total.to(x.dtype)
+        return sum_in_order(self._gather(x))
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._gather(x), -1)
@@ -130,6 +126,18 @@ class Nccl(Collectives):
         store = c10d.PrefixStore(members.name, members.store)
         backend = c10d.ProcessGroupNCCL(store, members.rank, members.size, options)
         return TorchGroup(members.rank, members.size, backend, platform.device)
+
+
+def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
+    """Add tensors of one shape and dtype in order, in fp32, and round once.
+
+    Integers are added as they are. Kernels that sum over ranks have the same bits.
+    """
+    first, *others = tensors
+    total = first.float() if first.is_floating_point() else first
+    for other in others:
+        total = total + other
+    return total.to(first.dtype)
 
 
 def _bytes(x: Tensor) -> Tensor:

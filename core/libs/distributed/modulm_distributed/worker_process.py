@@ -41,6 +41,7 @@ from modulm.contracts.sampling import StructuredOutputs
 from modulm.errors import ConfigError, EngineError, ModulmError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
+from modulm_distributed.choice import custom_sums
 from modulm_distributed.eplb import balance_of
 from modulm_distributed.mesh import RankSpec, open_mesh
 from modulm_distributed.plan_codec import PlanCodec
@@ -248,7 +249,8 @@ def _start(plugins: PluginManager, flags: dict[str, Any], spec: RankSpec) -> tup
     config = frames.unpack_config(flags)
 
     def connect(platform: Platform) -> Mesh:
-        opened.append(open_mesh(spec, platform, plugins, balance_of(config)))
+        sums = custom_sums(config)
+        opened.append(open_mesh(spec, platform, plugins, balance_of(config), custom_sums=sums))
         return opened[0]
 
     share = None if spec.host_slot is None else (spec.host_slot[0], spec.host_slot[1])

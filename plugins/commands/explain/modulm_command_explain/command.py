@@ -49,6 +49,7 @@ def decisions_for(draft: Draft) -> list[Decision]:
     from modulm.loading import explain_model, resolve_checkpoint
     from modulm.plugins import manager
     from modulm_chat.choice import chat_decisions
+    from modulm_distributed.choice import collectives_decisions
     from modulm_memory.advice import memory_decision
     from modulm_memory.estimate import estimate_opened
     from modulm_parsing.choice import parser_decisions
@@ -72,4 +73,5 @@ def decisions_for(draft: Draft) -> list[Decision]:
     ]
     shown = [decision for part in parts if (decision := part.decision()) is not None]
     parsers = parser_decisions(draft.config, plugins)
-    return [device, *model, *shown, *chat, *parsers, *flags, memory]
+    ranks = collectives_decisions(config, opened.platform, plugins)
+    return [device, *model, *ranks, *shown, *chat, *parsers, *flags, memory]

@@ -25,6 +25,7 @@ from modulm.errors import ConfigError, EngineDead, EngineError, ModulmError
 from modulm.parallel import Mesh
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
+from modulm_distributed.choice import custom_sums
 from modulm_distributed.eplb import balance_of
 from modulm_distributed.executor import unpack_capacity
 from modulm_distributed.flags import DistributedConfig
@@ -127,7 +128,9 @@ class LaunchedExecutor(Executor):
         plugins = manager.current()
 
         def connect(platform: Platform) -> Mesh:
-            self._mesh = open_mesh(spec, platform, plugins, balance_of(config))
+            self._mesh = open_mesh(
+                spec, platform, plugins, balance_of(config), custom_sums=custom_sums(config)
+            )
             self._device = platform.device
             self._check_plugins(plugins)
             return self._mesh

@@ -18,6 +18,7 @@ class CudaPlatform(GpuPlatform):
     name = "cuda"
     api = 1
     attention = ("flash_attn", "flashinfer", "triton", "sdpa")
+    collectives = ("symm_mem", "nccl")
     runtime = Runtime("cuda")
     vendor = "NVIDIA"
 

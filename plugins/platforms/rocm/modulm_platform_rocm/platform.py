@@ -31,6 +31,7 @@ class RocmPlatform(GpuPlatform):
     name = "rocm"
     api = 1
     attention = ("flash_attn", "triton", "sdpa")
+    collectives = ("symm_mem", "nccl")
     runtime = Runtime("cuda")
     vendor = "AMD"
 
