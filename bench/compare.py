@@ -15,6 +15,9 @@ CHECKPOINT is a folder in bf16 (llama.cpp's conversion here knows the Qwen3 shap
 The last three read conversions, which are made on first use in `--conversions FOLDER` (by default a
 folder `conversions` beside the checkpoint). Formats that an engine lacks are left out.
 
+A figure is the median of `--rounds` (5), with its quartiles; engines run one after the other.
+Ratios are of medians.
+
 The probe's peaks are measured before and after modulm's turn; a fraction is of the mean of both.
 
 `--without-amx` holds every engine and the probe to AVX512 with bf16, as on processors without AMX:
@@ -31,6 +34,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -100,21 +104,29 @@ def peaks() -> dict[str, float]:
     return {"read": float(found["read GB/s"]), "gemm": float(found["gemm GFLOP/s"])}
 
 
-def run(name: str, python: str, checkpoint: Path, cases: list[str], weights: str) -> dict:
-    """Return figures by case. Cases that the engine does not support are omitted, with the reason
+def quartiles(figures: list[float]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    return statistics.quantiles(figures, method="inclusive") if len(figures) > 1 else figures * 3
+
+
+def run(
+    name: str, python: str, checkpoint: Path, cases: list[str], weights: str, rounds: int
+) -> dict[str, list[float]]:
+    """Return quartiles by case. Cases that the engine does not support are omitted, with the reason
     printed.
     """
     script = PEERS / f"{'modulm' if name == EARLIER else name}_peer.py"
     command = [python, str(script), str(checkpoint), *cases, "--weights", weights]
+    command += ["--rounds", str(rounds)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
-    figures: dict[str, float] = {}
+    found: dict[str, list[float]] = {}
     for line in done.stdout.splitlines():
         if line.startswith("{"):
-            figures |= json.loads(line)
+            found |= {case: quartiles(figures) for case, figures in json.loads(line).items()}
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
         print(f"  {name}, {weights}: {last[0]}", flush=True)
-    return figures
+    return found
 
 
 def main() -> None:
@@ -123,6 +135,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[])
     parser.add_argument("--case", action="append", choices=sorted(UNITS))
     parser.add_argument("--weights", action="append")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without-amx", action="store_true")
     parser.add_argument("--conversions", type=Path)
     parser.add_argument("--json", type=Path)
@@ -134,8 +147,8 @@ def main() -> None:
     cases = options.case or list(UNITS)
     engines = {"modulm": sys.executable}
     for peer in options.peer:
-        name, _, python = peer.partition("=")
-        engines[name] = python or sys.executable
+        name, _, interpreter = peer.partition("=")
+        engines[name] = interpreter or sys.executable
     size, rows, probed = shape(options.checkpoint), [], {}
     for weights in options.weights or [PLAIN, "int8", "int4"]:
         asked = cases if weights == PLAIN else [case for case in cases if case != "prefix"]
@@ -143,7 +156,8 @@ def main() -> None:
         around = [peaks()]
         found = {}
         for name in able:
-            found[name] = run(name, engines[name], options.checkpoint, asked, weights)
+            python = engines[name]
+            found[name] = run(name, python, options.checkpoint, asked, weights, options.rounds)
             if name == "modulm":
                 around.append(peaks())
         probed[weights] = around
@@ -158,16 +172,21 @@ def main() -> None:
         options.json.write_text(json.dumps({"peaks": probed, "rows": rows}, indent=2))
 
 
+def spread(figures: list[float]) -> str:
+    lower, median, upper = figures
+    return f"{median:.3g} ({lower:.3g} to {upper:.3g})"
+
+
 def line(row: dict, engines: list[str]) -> str:
-    """Format a row of a markdown table: the figure, its fraction of the limit, each peer and the
-    ratio.
+    """Format a row of a markdown table: the median and quartiles, the fraction of the limit, and
+    each peer's figures with the ratio of the medians.
     """
     mine = row.get("modulm")
-    part = f"{mine / row['limit']:.2f}" if mine and row["limit"] else ""
-    cells = [f"{UNITS[row['case']]}, {row['weights']}", f"{mine:.3g}" if mine else "-", part]
+    part = f"{mine[1] / row['limit']:.2f}" if mine and row["limit"] else ""
+    cells = [f"{UNITS[row['case']]}, {row['weights']}", spread(mine) if mine else "-", part]
     for name in engines[1:]:
         theirs = row.get(name)
-        cells.append(f"{theirs:.3g} ({mine / theirs:.2f} x)" if mine and theirs else "-")
+        cells.append(f"{spread(theirs)}: {mine[1] / theirs[1]:.2f}" if mine and theirs else "-")
     return "| " + " | ".join(cells) + " |"
 
 

@@ -3,7 +3,8 @@
 Each engine has a script in this folder that runs in the engine's own environment, so this module
 imports only the standard library. A script calls `main(load)`; `load(checkpoint, weights)` returns
 `engine(case)`, which returns `generate(prompts, new)`: it extends lists of token ids greedily by
-exactly `new` tokens each. The result is a JSON line per case on standard output.
+exactly `new` tokens each. The result is a JSON line per case on standard output: the figures of all
+rounds.
 
 Decode rates are differences between two runs, to exclude the prompt. Prompts are new in each
 repetition, so that a prefix cache has only the intended hits.
@@ -23,7 +24,6 @@ Engine = Callable[[str], Generate]
 Load = Callable[[str, str], Engine]
 
 VOCABULARY = 8000
-REPEATS = 3
 
 #: Maximum length and number of sequences of any case.
 LENGTHS = {
@@ -51,28 +51,22 @@ def seconds(generate: Generate, prompts: list[list[int]], new: int) -> float:
 
 def decode(generate: Generate, prompts: Prompts, length: int = 32, new: int = 96) -> float:
     """Tokens per second of one stream after a prompt of `length` tokens."""
-    rates = []
-    for _ in range(REPEATS if length < 4096 else 1):
-        prompt = [prompts.one(length)]
-        generate(prompt, 1)
-        rates.append(new / (seconds(generate, prompt, new + 1) - seconds(generate, prompt, 1)))
-    return max(rates)
+    prompt = [prompts.one(length)]
+    generate(prompt, 1)
+    return new / (seconds(generate, prompt, new + 1) - seconds(generate, prompt, 1))
 
 
 def streams(generate: Generate, prompts: Prompts, new: int = 48) -> float:
     """Tokens per second of 16 streams together, after prompts of 32 tokens."""
-    rates, count = [], SEQUENCES["streams"]
-    for _ in range(REPEATS):
-        asked = [prompts.one(32) for _ in range(count)]
-        generate(asked, 1)
-        took = seconds(generate, asked, new + 1) - seconds(generate, asked, 1)
-        rates.append(count * new / took)
-    return max(rates)
+    count = SEQUENCES["streams"]
+    asked = [prompts.one(32) for _ in range(count)]
+    generate(asked, 1)
+    return count * new / (seconds(generate, asked, new + 1) - seconds(generate, asked, 1))
 
 
 def prompt(generate: Generate, prompts: Prompts, length: int = 2048) -> float:
     """Prompt tokens per second up to the first output token."""
-    return max(length / seconds(generate, [prompts.one(length)], 1) for _ in range(REPEATS))
+    return length / seconds(generate, [prompts.one(length)], 1)
 
 
 def batch(generate: Generate, prompts: Prompts, requests: int = 32, new: int = 128) -> float:
@@ -88,12 +82,9 @@ def context(generate: Generate, prompts: Prompts) -> float:
 
 def prefix(generate: Generate, prompts: Prompts) -> float:
     """Time to first token with a cached prefix of 2,000 tokens, relative to an uncached one."""
-    ratios = []
-    for _ in range(REPEATS):
-        head = prompts.one(2000)
-        miss = seconds(generate, [head + prompts.one(16)], 1)
-        ratios.append(seconds(generate, [head + prompts.one(16)], 1) / miss)
-    return min(ratios)
+    head = prompts.one(2000)
+    miss = seconds(generate, [head + prompts.one(16)], 1)
+    return seconds(generate, [head + prompts.one(16)], 1) / miss
 
 
 CASES = {
@@ -103,14 +94,17 @@ CASES = {
 
 
 def main(load: Load) -> None:
-    """Run the requested cases, each after a warm-up, and print `{"case": figure}` lines."""
+    """Run the requested cases, each after a warm-up, and print `{"case": [figure, ...]}` lines."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
     parser.add_argument("cases", nargs="+", choices=sorted(CASES))
     parser.add_argument("--weights", default="bf16", choices=("bf16", "int8", "int4", "fp8"))
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     engine = load(str(Path(options.checkpoint).resolve()), options.weights)
     for case in options.cases:
         generate, prompts = engine(case), Prompts(case)
         generate([prompts.one(16)], 4)
-        print(json.dumps({case: CASES[case](generate, prompts)}), flush=True)
+        rounds = 1 if case == "context" else options.rounds  # its prompts take long
+        figures = [CASES[case](generate, prompts) for _ in range(rounds)]
+        print(json.dumps({case: figures}), flush=True)
