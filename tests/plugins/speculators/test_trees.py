@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from attrs import frozen
+from safetensors.torch import load_file, save_file
 
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
 from modulm.contracts.drafter import DraftStep
 from modulm.errors import ConfigError
+from modulm_demo import Demo
 from modulm_speculation import Options, Speculator
+from modulm_speculation.adaptive import Adaptive
 from modulm_speculation.speculator import Branch
+from modulm_speculation.step import tree
 from modulm_speculation.step.part import DraftsPart
+from modulm_speculator_dflash.speculator import DFlashOptions
+from modulm_speculator_draft_model.speculator import DraftModelSpeculator
+from modulm_speculator_eagle.speculator import Eagle
+from modulm_speculator_medusa.speculator import Heads, Medusa, MedusaOptions
 
 PROMPTS = [[300, 301, 302] * 10, [17, 40], [90, 30, 31, 7] * 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -89,6 +100,89 @@ def test_sampling_is_that_of_single_steps() -> None:
     sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, logprobs=2)
     table = {"method": "suffix", "trees": True}
     assert answers(sampled, speculative_config=table)[0] == answers(sampled)[0]
+
+
+def with_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify as many nodes as fit, whatever steps take."""
+    monkeypatch.setattr(Adaptive, "_best", lambda self, rows, gains: len(gains))
+
+
+def drafted(
+    driver: type[Speculator], monkeypatch: pytest.MonkeyPatch, **table: object
+) -> tuple[list, dict[tuple[int, ...], int], list]:
+    """Tokens of all prompts, the first draft behind each text, and branches that were accepted."""
+    firsts: dict[tuple[int, ...], int] = {}
+    moved: list[object] = []
+    plain, in_chains = driver.propose, tree._in_chains
+
+    def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
+        proposed = plain(self, step)
+        for history, tokens in zip(step.histories, proposed, strict=True):
+            if len(tokens):
+                firsts[tuple(history.tolist())] = int(tokens[0])
+        return proposed
+
+    def counted(step, *more: np.ndarray):
+        moved.append(step)
+        return in_chains(step, *more)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(driver, "propose", propose)
+        patches.setattr(tree, "_in_chains", counted)
+        with_all_nodes(patches)
+        table = {"method": driver.name, "num_speculative_tokens": 6, **table}
+        tokens, _ = answers(speculative_config=table)
+    return tokens, firsts, moved
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_drafters_go_on_behind_branches_as_behind_chains(plain, monkeypatch, method, tmp_path):
+    if method == "eagle":
+        driver, model = Eagle, "demo-eagle"
+    else:
+        driver, model = DraftModelSpeculator, str(shaken(tmp_path))
+    tokens, chains, _ = drafted(driver, monkeypatch, model=model)
+    assert tokens == plain[0]
+    tokens, trees, moved = drafted(driver, monkeypatch, model=model, trees=True)
+    assert tokens == plain[0]
+    assert moved, "branches were accepted"
+    both = chains.keys() & trees.keys()
+    assert len(both) > 10
+    assert {text: chains[text] for text in both} == {text: trees[text] for text in both}
+
+
+def shaken(folder: Path) -> Path:
+    """The embedded model with noise in its weights, which is right now and then."""
+    source = Path(Demo.source())
+    shutil.copytree(source, folder / "draft")
+    file = folder / "draft" / "model.safetensors"
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        name: tensor + 0.8 * tensor.float().std() * torch.randn(tensor.shape, generator=draw)
+        if tensor.is_floating_point() and tensor.dim() == 2
+        else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file({name: each.to(torch.bfloat16) for name, each in tensors.items()}, file)
+    return folder / "draft"
+
+
+def test_second_choices_of_heads_are_branches(monkeypatch) -> None:
+    """Heads of Medusa: each one's two most probable tokens."""
+    outputs = torch.eye(8)[[0, 1, 2]]
+    heads = Heads([[], []], [outputs, outputs.flip(0)], None, SimpleNamespace())
+    medusa = Medusa(MedusaOptions(model="x", trees=True), heads)
+    hidden = torch.tensor([[3.0, 2, 1, 0, 0, 0, 0, 0]])
+    step = SimpleNamespace(hidden=hidden, accepted=np.array([0]), most=[4], rows=[0])
+    (chain,) = medusa.propose(step)
+    assert (medusa.most, chain.tolist()) == (4, [0, 2])
+    branches = [(depth, tokens.tolist()) for depth, tokens in medusa.branches()[0]]
+    assert branches == [(0, [1]), (1, [1])]
+
+
+def test_heads_of_whole_blocks_draft_chains() -> None:
+    with pytest.raises(ConfigError, match="DFlash heads draft chains"):
+        DFlashOptions(model="x", trees=True)
 
 
 def test_trees_need_one_rank() -> None:

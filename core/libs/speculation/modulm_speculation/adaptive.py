@@ -270,6 +270,8 @@ class Adaptive(Drafter):
             if self.trees and isinstance(self.speculator, Speculator):
                 return self._tree(step, rows, proposed, self.speculator.branches())
             limits = self._limits(rows, [len(each) for each in proposed])
+        elif self.trees:
+            return self._drafted_tree(step, rows)
         else:
             limits = self._limits(rows, step.most)
             proposed = self.speculator.propose(evolve(step, most=limits))
@@ -288,40 +290,81 @@ class Adaptive(Drafter):
         proposed: Sequence[np.ndarray],
         branches: Sequence[Sequence[Branch]],
     ) -> list[np.ndarray]:
-        """Return the most profitable part of the rows' trees: drafts, and `branches` beside them.
+        """Return the most profitable part of the rows' trees: drafts; `branches` has the rest."""
+        sizes = [[(depth, len(others)) for depth, others in beside] for beside in branches]
+        counts = self._nodes(step, rows, [len(tokens) for tokens in proposed], sizes)
+        return self._cut(step, rows, proposed, branches, counts)
 
-        A node's chance to be accepted is never above that of the node before it, so that each part
-        of the order of chances is a tree.
+    def _drafted_tree(self, step: DraftStep, rows: Sequence[_Row]) -> list[np.ndarray]:
+        """Let a drafter that is not cheap draft what pays, with branches of one token; return it
+        like `_tree`.
+        """
+        sizes = [[(depth, 1) for depth in range(most)] for most in step.most]
+        counts = self._nodes(step, rows, step.most, sizes)
+        limits = self._or_again([main for main, _ in counts], step.most)
+        proposed = self.speculator.propose(evolve(step, most=limits))
+        branches: Sequence[Sequence[Branch]] = ()
+        if isinstance(self.speculator, Speculator):
+            branches = self.speculator.branches()
+        counts = [(limit, beside) for limit, (_, beside) in zip(limits, counts, strict=True)]
+        return self._cut(step, rows, proposed, branches, counts)
+
+    def _nodes(
+        self,
+        step: DraftStep,
+        rows: Sequence[_Row],
+        lengths: Sequence[int],
+        branches: Sequence[Sequence[tuple[int, int]]],
+    ) -> list[tuple[int, list[int]]]:
+        """Return how many drafts of each row pay, and how many of each of its branches.
+
+        lengths: drafts of each row. branches: depth and length of each. A node's chance to be
+        accepted is never above that of the node before it, so that each part of the order of
+        chances is a tree.
         """
         chances: list[np.ndarray] = []
-        for row, tokens, beside in zip(rows, proposed, branches, strict=True):
-            main = self._chances(row, len(tokens))
+        for row, length, beside in zip(rows, lengths, branches, strict=True):
+            main = self._chances(row, length)
             chances.append(main)
-            for depth, others in beside:
+            for depth, count in beside:
                 before = main[depth - 1] if depth else 1.0
-                chances.append(
-                    (before - main[depth]) * self._branch_rates.of(len(others)).cumprod()
-                )
+                chances.append((before - main[depth]) * self._branch_rates.of(count).cumprod())
         owners = np.repeat(np.arange(len(chances)), [len(each) for each in chances])
         every = np.concatenate(chances)
-        order = np.argsort(-every, kind="stable")
+        room = sum(min(most, self.most) for most in step.most)
+        order = np.argsort(-every, kind="stable")[:room]
         best = self._best(len(rows), every[order].cumsum())
-        counts = np.bincount(owners[order[:best]], minlength=len(chances)).tolist()
-        limited, at = [], 0
+        taken = np.bincount(owners[order[:best]], minlength=len(chances)).tolist()
+        counts, at = [], 0
+        for beside in branches:
+            counts.append((taken[at], taken[at + 1 : at + 1 + len(beside)]))
+            at += 1 + len(beside)
+        return counts
+
+    def _cut(
+        self,
+        step: DraftStep,
+        rows: Sequence[_Row],
+        proposed: Sequence[np.ndarray],
+        branches: Sequence[Sequence[Branch]],
+        counts: Sequence[tuple[int, Sequence[int]]],
+    ) -> list[np.ndarray]:
+        """Return so many drafts of each row as `_nodes` counts, and keep such `branches`."""
+        limited = []
         self._branches = []
         for index, (row, history, tokens) in enumerate(
             zip(rows, step.histories, proposed, strict=True)
         ):
-            row.length, row.proposed, row.branches = len(history), tokens, branches[index]
-            left = min(step.most[index], self.most) - counts[at]
-            limited.append(tokens[: counts[at]])
+            row.length, row.proposed = len(history), np.asarray(tokens)
+            row.branches, (main, beside) = branches[index], counts[index]
+            left = min(step.most[index], self.most) - main
+            limited.append(tokens[:main])
             kept: list[Branch] = []
-            for (depth, others), count in zip(row.branches, counts[at + 1 :], strict=False):
+            for (depth, others), count in zip(row.branches, beside, strict=False):
                 if count and left > 0:
                     kept.append((depth, others[: min(count, left)]))
                     left -= count
             self._branches.append(kept)
-            at += 1 + len(row.branches)
         return limited
 
     def _measure(self, step: DraftStep) -> float:

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 
 from modulm.contracts.drafter import DraftStep, Needs, Runs
-from modulm_speculation.speculator import Options, Speculator
+from modulm_speculation.speculator import Branch, Options, Speculator, single_branches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,11 @@ class ModelSpeculator(Speculator):
     def __init__(self, config: Options, draft: DraftModel) -> None:
         super().__init__(config)
         self.draft = draft
+        self.trees = bool(getattr(config, "trees", False))
+        self._branches: list[Sequence[Branch]] = []
+
+    def branches(self) -> Sequence[Sequence[Branch]]:
+        return self._branches
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -81,7 +86,8 @@ class ModelSpeculator(Speculator):
     def follow(
         self, step: DraftStep, states: Tensor, ends: np.ndarray, first: int
     ) -> list[np.ndarray]:
-        """Draft greedily for the step's rows.
+        """Draft greedily for the step's rows. With `trees`, the second choice for each token is a
+        branch.
 
         states: [rows, hidden], from which the first draft is chosen. ends: [rows], tokens that the
         target has computed. first: offset from `ends` of the position at which the first draft is
@@ -90,7 +96,9 @@ class ModelSpeculator(Speculator):
         rows = np.asarray(step.rows)
         most = np.clip(self.draft.max_length - ends, 0, step.most)
         drafts = np.zeros((len(rows), int(most.max(initial=0))), dtype=np.int64)
+        seconds = np.zeros_like(drafts)
         chosen: list[tuple[np.ndarray, Tensor]] = []
+        others: list[Tensor] = []
         at = np.arange(len(rows))
         for ahead in range(drafts.shape[1]):
             going = most[at] > ahead
@@ -103,9 +111,21 @@ class ModelSpeculator(Speculator):
                 batch = step.build_batch(runs)
                 tokens = lengthened(tokens, len(batch.tokens))
                 states = self.run(evolve(batch, tokens=tokens), states, ahead)[: len(at)]
-            chosen.append((at, self.draft.choose(states)))
+            if self.trees:
+                first_choice, second = self.draft.choose_two(states)
+                chosen.append((at, first_choice))
+                others.append(second)
+            else:
+                chosen.append((at, self.draft.choose(states)))
         for ahead, (at, tokens) in enumerate(chosen):
             drafts[at, ahead] = tokens.cpu().numpy()
+        for ahead, second in enumerate(others):
+            seconds[chosen[ahead][0], ahead] = second.cpu().numpy()
+        if self.trees:
+            self._branches = [
+                single_branches(row[:count])
+                for row, count in zip(seconds, most.tolist(), strict=True)
+            ]
         return [row[:count] for row, count in zip(drafts, most.tolist(), strict=True)]
 
 
@@ -159,6 +179,7 @@ class HiddenChain(ModelSpeculator):
             inputs = {name: lengthened(part, count) for name, part in inputs.items()}
             states = self.draft.run(evolve(batch, extras=inputs))
         if not any(step.most):
+            self._branches = [()] * len(step.rows)
             return [np.zeros(0, dtype=np.int64)] * len(step.rows)
         indices = torch.from_numpy(np.asarray(step.accepted, dtype=np.int64)).to(states.device)
         return self.follow(step, states[indices], ends_of(step), 0)

@@ -50,6 +50,11 @@ class Computed:
         """Return how many of the row's first `known - 1` tokens are computed."""
         return min(self._counts.get(row, 0), known - 1)
 
+    def cut(self, row: int, count: int) -> None:
+        """Forget what is computed behind the row's first `count` tokens."""
+        if count < self._counts.get(row, 0):
+            self._counts[row] = count
+
     def put(self, row: int, count: int, known: int, table: np.ndarray, size: int) -> None:
         """Record that `count` tokens of the row are computed, of which `known` are not drafts."""
         self._counts[row] = count

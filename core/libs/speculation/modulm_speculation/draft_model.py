@@ -71,8 +71,8 @@ class DraftOptions(Options):
 
     model: folder, hub id or name of an installed checkpoint. quantization, dtype, kv_cache_dtype,
     revision, enforce_eager: like the flags of these names, for the draft.
-    draft_tensor_parallel_size: as many as the target's. needs_model: the error message if no model
-    is given.
+    draft_tensor_parallel_size: as many as the target's. trees: draft the second choice for each
+    token, too; attention needs masks. needs_model: the error message if no model is given.
     """
 
     model: str = ""
@@ -82,6 +82,7 @@ class DraftOptions(Options):
     revision: str | None = None
     enforce_eager: bool | None = None
     draft_tensor_parallel_size: int | None = None
+    trees: bool = False
     needs_model: ClassVar[str] = "the path or hub id of a model is required"
 
     def __attrs_post_init__(self) -> None:
@@ -166,6 +167,16 @@ class DraftModel:
         """Return the most probable tokens: hidden [n, hidden] -> [n] int64."""
         chosen: Tensor = self.loaded.ops.argmax(self.model.logits(hidden))
         return chosen if self.targets is None else chosen + self.targets[chosen]
+
+    def choose_two(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `choose` does, and the next most probable tokens: [n] int64 each."""
+        logits = self.model.logits(hidden)
+        chosen = self.loaded.ops.argmax(logits)
+        others = logits.scatter(-1, chosen.clamp(min=0)[:, None], float("-inf"))
+        second = self.loaded.ops.argmax(others)
+        if self.targets is None:
+            return chosen, second
+        return chosen + self.targets[chosen], second + self.targets[second]
 
 
 class ReplaceableDraft(ABC):

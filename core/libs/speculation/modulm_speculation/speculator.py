@@ -19,10 +19,16 @@ if TYPE_CHECKING:
     from modulm.contracts.model import Model
     from modulm_speculation.target import Target
 
-__all__ = ["Branch", "Options", "Speculator"]
+__all__ = ["Branch", "Options", "Speculator", "single_branches"]
 
 #: An alternative to a row's drafts: how many of them are before it, and its tokens, [n] int64.
 Branch: TypeAlias = "tuple[int, np.ndarray]"
+
+
+def single_branches(tokens: np.ndarray) -> list[Branch]:
+    """Return branches of one token: [n] int64, an alternative to each draft."""
+    return [(depth, tokens[depth : depth + 1]) for depth in range(len(tokens))]
+
 
 #: Upper bound, since each drafted token enlarges the buffers of all rows.
 _MOST = 64

@@ -77,6 +77,11 @@ class DFlashOptions(DraftOptions):
     num_speculative_tokens: int = 15
     needs_model: ClassVar[str] = "DFlash needs the path or hub id of a head"
 
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.trees:
+            raise ConfigError("trees", "not supported: DFlash heads draft chains; leave it out")
+
 
 @frozen(eq=False)
 class _Part:

@@ -20,6 +20,7 @@ from modulm_speculation import Options, Target
 from modulm_speculation.chain import ModelSpeculator, ends_of
 from modulm_speculation.computed import Computed
 from modulm_speculation.draft_model import DraftModel, DraftOptions, load_draft
+from modulm_speculation.speculator import Branch
 from modulm_speculation.vocabulary import check_vocabulary
 
 __all__ = ["DraftModelOptions", "DraftModelSpeculator"]
@@ -44,6 +45,8 @@ class DraftModelSpeculator(ModelSpeculator):
         super().__init__(config, draft)
         self._budget, self._vocabulary = budget, draft.loaded.vocabulary
         self._computed = Computed()
+        #: Row -> tokens known when its last drafts were made, and these drafts, with `trees`.
+        self._last: dict[int, tuple[int, np.ndarray]] = {}
 
     @classmethod
     def open(cls, config: Options, target: Target) -> Self:
@@ -55,15 +58,20 @@ class DraftModelSpeculator(ModelSpeculator):
         return cls(config, draft, target.config.scheduler.max_num_batched_tokens or 1)
 
     def admit(self, row: int, prompt: int, salt: str | None) -> None:
-        self._computed.release(row)
+        self.release(row)
 
     def release(self, row: int) -> None:
         self._computed.release(row)
+        self._last.pop(row, None)
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         table, size = step.tables[self.draft.lead], step.sizes[self.draft.lead]
         self._computed.ran(step.ran, table, size)
         drafts = [np.zeros(0, dtype=np.int64)] * len(step.rows)
+        branches: list[Sequence[Branch]] = [()] * len(step.rows)
+        if self.trees:
+            self._forget_others(step)
+        self._branches = branches
         parts = self._missing(step)
         if not parts:
             return drafts
@@ -75,14 +83,26 @@ class DraftModelSpeculator(ModelSpeculator):
         )
         first = states[torch.tensor(ready, dtype=torch.int64)] if rows else states
         proposals = self.follow(asked, first, ends_of(asked), 1) if rows else []
-        for index, tokens in zip(rows, proposals, strict=True):
+        for at, (index, tokens) in enumerate(zip(rows, proposals, strict=True)):
             drafts[index] = tokens
+            if self.trees:
+                branches[index] = self._branches[at]
+                self._last[step.rows[index]] = len(step.histories[index]), tokens
+        self._branches = branches
         places = {row: index for index, row in enumerate(step.ran.rows.tolist())}
         for part in parts:
             row, known = step.rows[part.place], len(step.histories[part.place])
             count = part.end + max(len(drafts[part.place]) - 1, 0)
             self._computed.put(row, count, known, table[places[row]], size)
         return drafts
+
+    def _forget_others(self, step: DraftStep) -> None:
+        """Compute again what follows an accepted branch: the caches have the draft beside it."""
+        for row, history in zip(step.rows, step.histories, strict=True):
+            known, tokens = self._last.pop(row, (0, history[:0]))
+            came = history[known : known + len(tokens)]
+            same = came == tokens[: len(came)]
+            self._computed.cut(row, known + (len(came) if same.all() else int(same.argmin())))
 
     def _missing(self, step: DraftStep) -> list[_Part]:
         """Return the tokens to run before drafting, within the budget."""

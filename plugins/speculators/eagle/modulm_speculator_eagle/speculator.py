@@ -42,7 +42,7 @@ class EagleOptions(DraftOptions):
 
 
 class Eagle(HiddenChain):
-    """EAGLE 1 and 2; drafts one chain of tokens."""
+    """EAGLE 1 and 2; drafts a chain of tokens, with `trees` the second choice for each, too."""
 
     name: ClassVar[str] = "eagle"
     Config: ClassVar[type] = EagleOptions
@@ -88,7 +88,7 @@ class Eagle(HiddenChain):
 
 
 class Eagle3(Eagle):
-    """EAGLE-3; drafts one chain of tokens. P-EAGLE heads draft all of them in one step."""
+    """EAGLE-3; drafts like EAGLE. P-EAGLE heads draft all tokens of a chain in one step."""
 
     name: ClassVar[str] = "eagle3"
     head: ClassVar[type[Head]] = Eagle3Head
@@ -97,6 +97,9 @@ class Eagle3(Eagle):
         super().__init__(config, draft, layers)
         #: Whether the head drafts all tokens in one step.
         self.parallel = isinstance(draft.model, Eagle3Head) and draft.model.masked
+        if self.parallel and config.trees:
+            message = f"model {config.model}: heads that draft all tokens in one step: no `trees`"
+            raise ConfigError("speculative_config", message)
 
     @classmethod
     def head_of(cls, table: Mapping[str, Any]) -> type[Head]:

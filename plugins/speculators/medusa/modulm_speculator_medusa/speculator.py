@@ -1,6 +1,7 @@
 """Medusa heads: each predicts a token one position further ahead (arXiv 2401.10774).
 
-All heads read the same hidden state. The most probable token of each is drafted, as one chain.
+All heads read the same hidden state. The most probable token of each is drafted, as one chain; with
+`trees`, the second one of each is a branch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_speculation import Options, Speculator, Target
 from modulm_speculation.draft_model import ReplaceableDraft, set_draft
+from modulm_speculation.speculator import Branch, single_branches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,12 +48,15 @@ _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"
 
 @frozen
 class MedusaOptions(Options):
-    """model: folder or hub id of the heads. num_speculative_tokens: None for one per head."""
+    """model: folder or hub id of the heads. num_speculative_tokens: None for one per head. trees:
+    draft the second choice of each head, too; attention needs masks.
+    """
 
     num_speculative_tokens: int = 64
     model: str = ""
     revision: str | None = None
     dtype: str | None = None
+    trees: bool = False
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -101,16 +106,21 @@ class Heads(ReplaceableDraft):
         blocks = (tensor for head in self.blocks for block in head for tensor in block)
         return [*blocks, *self.outputs, self.words]
 
-    def choose(self, hidden: Tensor, head: int) -> Tensor:
-        """Return the most probable token of a head: [rows, hidden] -> [rows] int64."""
+    def choose(self, hidden: Tensor, head: int, count: int = 1) -> Tensor:
+        """Return a head's most probable tokens: [rows, hidden] -> [rows, count] int64."""
         x = hidden
         for weight, bias in self.blocks[head]:
             x = x + F.silu(F.linear(x, weight, bias))
         output = self.outputs[head]
         if output is None:
-            return self._target.logits(x).argmax(-1)
-        best = F.linear(x, output).argmax(-1)
+            return _most_probable(self._target.logits(x), count)
+        best = _most_probable(F.linear(x, output), count)
         return best if self.words is None else self.words[best]
+
+
+def _most_probable(logits: Tensor, count: int) -> Tensor:
+    """[rows, words] -> the words of the greatest logits, [rows, count] int64."""
+    return logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(count).indices
 
 
 class Medusa(Speculator):
@@ -122,7 +132,15 @@ class Medusa(Speculator):
 
     def __init__(self, config: MedusaOptions, heads: Heads) -> None:
         super().__init__(config)
-        self.heads, self.most = heads, min(config.num_speculative_tokens, len(heads))
+        self.heads = heads
+        self.trees = config.trees
+        # Trees have a second draft for each head.
+        most = 2 * len(heads) if config.trees else len(heads)
+        self.most = min(config.num_speculative_tokens, most)
+        self._branches: list[Sequence[Branch]] = []
+
+    def branches(self) -> Sequence[Sequence[Branch]]:
+        return self._branches
 
     @classmethod
     def open(cls, config: Options, target: Target) -> Self:
@@ -142,12 +160,18 @@ class Medusa(Speculator):
         accepted = torch.from_numpy(np.asarray(step.accepted, dtype=np.int64)).to(
             step.hidden.device
         )
-        states, count = step.hidden[accepted], max(step.most, default=0)
-        chosen = [self.heads.choose(states, head) for head in range(count)]
+        states, most = step.hidden[accepted], np.minimum(step.most, len(self.heads)).tolist()
+        each = 2 if self.trees else 1
+        chosen = [self.heads.choose(states, head, each) for head in range(max(most, default=0))]
         if not chosen:
+            self._branches = [()] * len(step.rows)
             return [np.zeros(0, dtype=np.int64)] * len(step.rows)
-        drafts = torch.stack(chosen, 1).cpu().numpy()
-        return [row[:most] for row, most in zip(drafts, step.most, strict=True)]
+        choices = torch.stack(chosen, 1).cpu().numpy()
+        if self.trees:
+            self._branches = [
+                single_branches(row[:count, 1]) for row, count in zip(choices, most, strict=True)
+            ]
+        return [row[:count, 0] for row, count in zip(choices, most, strict=True)]
 
 
 def _read(config: MedusaOptions, target: Target) -> Heads:

@@ -32,7 +32,7 @@ __all__ = ["Mtp", "MtpOptions"]
 class MtpOptions(Options):
     """model: folder or hub id of the layer's checkpoint, if it is not the model's own. revision,
     quantization: of that checkpoint. draft_tensor_parallel_size: as
-    many as the model's.
+    many as the model's. trees: draft the second choice for each token, too.
     """
 
     num_speculative_tokens: int = 1
@@ -40,6 +40,7 @@ class MtpOptions(Options):
     revision: str | None = None
     quantization: str | None = None
     draft_tensor_parallel_size: int | None = None
+    trees: bool = False
 
 
 class Mtp(HiddenChain):

@@ -144,7 +144,10 @@ def _unsupported(parallel: Any, mesh: Any, drafter: Drafter, shared: Any) -> str
     """Return what the ranks of a model prevent, and what to use instead; or None."""
     if parallel.pipeline_parallel_size > 1:
         return "drafters with pipeline stages: use --tensor-parallel-size alone"
-    if getattr(drafter, "trees", False) and parallel.ranks > 1:
+    if (
+        getattr(drafter if shared is None else shared.drafter, "trees", False)
+        and parallel.ranks > 1
+    ):
         return "trees of drafts on several ranks: leave out `trees`"
     if drafter.caches and parallel.shared_experts:
         return (

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from attrs import evolve
 
 from modulm.contracts.attention import AttentionSpec, StepLayout
@@ -20,8 +21,6 @@ from modulm_speculation.speculator import Branch, Speculator
 from modulm_speculation.step.runner import DraftRunner
 
 if TYPE_CHECKING:
-    import torch
-
     from modulm.contracts.executor import Plan
     from modulm.contracts.model import Batch
     from modulm.contracts.step_part import RanStep
@@ -39,6 +38,15 @@ class TreeRunner(DraftRunner):
         super().__init__(drafter)
         self._beside_of: dict[int, Sequence[Branch]] = {}
         self._trees = drafter
+        #: Of the last step: indices in the batch of accepted nodes of branches, and those that
+        #: they would have in a chain.
+        self._moved: tuple[np.ndarray, np.ndarray] | None = None
+
+    def after(self, step: RanStep) -> dict[int, np.ndarray] | None:
+        moved, self._moved = self._moved, None
+        if moved is not None and (self.caches or self.layers or self._needs.hidden):
+            step = _in_chains(step, *moved)
+        return super().after(step)
 
     def _propose(
         self, context: RunnerContext, step: RanStep, rows: Sequence[int]
@@ -92,6 +100,7 @@ class TreeRunner(DraftRunner):
         drafts: Sequence[np.ndarray],
     ) -> Verified | None:
         """Follow the most likely tokens down each tree; the sampler decides about that path."""
+        self._moved = None
         trees, context = _trees(plan), self._context
         if not trees or context is None:
             return None
@@ -116,8 +125,27 @@ class TreeRunner(DraftRunner):
             if node != depth + 1
         ]
         if moves:
-            context.model_builder.copy_tokens(plan, *np.array(moves, dtype=np.int64).T)
+            rows_of, sources, targets = np.array(moves, dtype=np.int64).T
+            context.model_builder.copy_tokens(plan, rows_of, sources, targets)
+            firsts = (np.cumsum(plan.counts) - plan.counts - plan.starts)[rows_of]
+            self._moved = firsts + sources, firsts + targets
         return verified
+
+
+def _in_chains(step: RanStep, sources: np.ndarray, targets: np.ndarray) -> RanStep:
+    """Return a step in which accepted nodes of branches follow those before them, as in a chain.
+
+    sources, targets: indices in the batch.
+    """
+    order = np.arange(len(step.plan.tokens))
+    order[targets] = sources
+    index = torch.from_numpy(order).to(step.hidden.device)
+    return evolve(
+        step,
+        plan=evolve(step.plan, tokens=step.plan.tokens[order]),
+        hidden=step.hidden[index],
+        layers=tuple(states[index] for states in step.layers),
+    )
 
 
 def _trees(plan: Plan) -> Mapping[int, Sequence[int]]:
