@@ -31,7 +31,7 @@ from modulm.errors import EngineDead, EngineError, EngineTimeout, ModulmError, P
 from modulm.plugins import manager
 from modulm_distributed.flags import DistributedConfig
 from modulm_distributed.plan_codec import PlanCodec
-from modulm_distributed.ring import Ring, wait
+from modulm_distributed.ring import SHORT, Ring, wait
 from modulm_distributed.rounds import Rounds
 from modulm_distributed.worker_calls import function_name, pack_call
 from modulm_wire import frames
@@ -57,8 +57,6 @@ _ALL_FAIL = 5.0
 _GRACE = 10.0
 #: Seconds between two checks for steps that take too long.
 _LOOK = 1.0
-#: Results of steps shorter than this (seconds) are polled for.
-_SHORT = 5e-4
 #: Minimum seconds to wait for the next step before a replica that shares experts runs an empty
 #: pass, and between two checks.
 _NEXT = 3e-3
@@ -294,7 +292,7 @@ class WorkersExecutor(Executor):
         with self._landing:
             began = time.perf_counter()
             while not step.done():
-                wait(self._bell, _SHORT if self._waited < _SHORT else 0.0)
+                wait(self._bell, SHORT if self._waited < SHORT else 0.0)
                 for data in self._rings[1].frames():
                     if len(data):  # longer results come over the stream
                         self._resolve_step(self._codec.decode_result(data))

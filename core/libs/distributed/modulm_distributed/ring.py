@@ -20,7 +20,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["SPIN", "Ring", "wait"]
+__all__ = ["SHORT", "SPIN", "Ring", "wait"]
 
 _LINE = 64
 _SLOTS = 16
@@ -32,6 +32,8 @@ _WAKE = 1 << 32
 _PAUSE = 5e-5
 #: Seconds to poll before sleeping; waking up takes about as long.
 SPIN = 1e-4
+#: Gaps shorter than this (seconds) between two frames are polled for throughout.
+SHORT = 5e-4
 
 
 def wait(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
@@ -60,6 +62,8 @@ class Ring:
             memoryview(mapped)[readers * _LINE + slot * _ROOM :][:_ROOM] for slot in range(_SLOTS)
         ]
         self._count = 0
+        #: Frames that the slowest reader had read when the writer last looked.
+        self._least = 0
 
     @classmethod
     def create(cls, readers: int) -> Ring:
@@ -80,8 +84,8 @@ class Ring:
         Waits for slow readers while they are `alive`.
         """
         slot = self._slots[self._count % _SLOTS]
-        while self._count - int(self._read.min()) >= _SLOTS and alive():
-            time.sleep(_PAUSE)
+        if self._count - self._least >= _SLOTS:
+            self._wait_for_readers(alive)
         fits = len(data) <= _ROOM - 4
         size = len(data) if fits else 0
         slot[:4] = size.to_bytes(4, sys.byteorder)
@@ -90,6 +94,11 @@ class Ring:
         for bell in self._bells:
             os.eventfd_write(bell, 1)
         return fits
+
+    def _wait_for_readers(self, alive: Callable[[], bool]) -> None:
+        while (read := int(self._read.min())) <= self._count - _SLOTS and alive():
+            time.sleep(_PAUSE)
+        self._least = read
 
     def wake(self, reader: int = 0) -> None:
         """Make `frames` of a reader return without a frame."""

@@ -46,7 +46,7 @@ from modulm_distributed.eplb import balance_of
 from modulm_distributed.mesh import RankSpec, open_mesh
 from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.replica_experts import ReplicaExperts
-from modulm_distributed.ring import SPIN, Ring, wait
+from modulm_distributed.ring import SHORT, SPIN, Ring, wait
 from modulm_distributed.stream import FrameStream
 from modulm_distributed.worker_calls import pack_answer
 from modulm_wire import frames
@@ -75,6 +75,7 @@ class _Plans:
     def __init__(self, stream: FrameStream, ring: Ring | None, rank: int) -> None:
         self._stream, self._ring, self._rank = stream, ring, rank
         self._ordered: deque[list[Any]] = deque()
+        self._gap = SHORT
         self._poll = select.poll()
         self._poll.register(stream.fileno(), select.POLLIN)
         if ring is not None:
@@ -89,7 +90,7 @@ class _Plans:
                     self._ordered.append(frame)
                 else:
                     yield frame
-            ready = [number for number, _ in wait(self._poll, SPIN)]
+            ready = self._wait()
             if ring is not None and ring.bell(self._rank) in ready:
                 for data in ring.frames(self._rank):
                     if len(data):
@@ -98,6 +99,13 @@ class _Plans:
                         yield from self._next_ordered()
             elif not stream.read():
                 return
+
+    def _wait(self) -> list[int]:
+        """Return descriptors that are ready. If the last gap was short, this one probably is."""
+        began = time.perf_counter()
+        ready = wait(self._poll, SHORT if self._gap < SHORT else SPIN)
+        self._gap = time.perf_counter() - began
+        return [number for number, _ in ready]
 
     def _next_ordered(self) -> Iterator[list[Any]]:
         """Yield the stream's frames up to the next one that is in order with plans."""

@@ -18,6 +18,7 @@ constexpr int64_t kFields = 5;  // of an address: rank, down, up, first output, 
 constexpr int64_t kTokens = 32; // of a task
 constexpr int64_t kRanks = 4;   // of a task that shrinks
 constexpr int64_t kColumns = 16 * kLanes;  // of a task that expands
+constexpr int64_t kAhead = 8 * kLanes;     // columns between those added and those fetched
 // Tokens whose sums of two vectors stay in registers.
 #if defined(__AVX512F__)
 constexpr int64_t kSide = 8;
@@ -42,8 +43,11 @@ struct Job {
 };
 
 inline vf fma_step(vf sum, vf a, vf b) { return a * b + sum; }
+// `x - 0` keeps the sign of zeros, so that compilers leave a broadcast; `0 + x` is an addition.
+inline vf spread(float x) { return x - vf{}; }
 
-// sums[t][r] = <x[t], down[r]>, R rows and T tokens at a time.
+// sums[t][r] = <x[t], down[r]>, R rows and T tokens at a time. The R rows after them are fetched:
+// they are mostly the thread's next task, and too short for the hardware to see them coming.
 template <int T, int R, class X, class W>
 inline void dots(const X* const* x, const W* down, int64_t inputs, float* const* out) {
   vf sums[T][R] = {};
@@ -52,7 +56,10 @@ inline void dots(const X* const* x, const W* down, int64_t inputs, float* const*
   if constexpr (std::is_same_v<X, bf16> && std::is_same_v<W, bf16>) {
     for (; k + 2 * kLanes <= inputs; k += 2 * kLanes) {
       __m512bh w[R];
-      for (int r = 0; r < R; r++) w[r] = (__m512bh)_mm512_loadu_si512(down + r * inputs + k);
+      for (int r = 0; r < R; r++) {
+        w[r] = (__m512bh)_mm512_loadu_si512(down + r * inputs + k);
+        __builtin_prefetch(down + (r + R) * inputs + k);
+      }
       for (int t = 0; t < T; t++) {
         auto v = (__m512bh)_mm512_loadu_si512(x[t] + k);
         for (int r = 0; r < R; r++) sums[t][r] = (vf)_mm512_dpbf16_ps((__m512)sums[t][r], v, w[r]);
@@ -125,7 +132,8 @@ void look_up(const Job& job, int64_t part, const int64_t* ids, int64_t entries) 
 }
 
 // out[t] += sum over r of narrow[t][r] up[r], V vectors of columns and T tokens at a time; `lanes`
-// are the columns of a single vector at the end, or 0.
+// are the columns of a single vector at the end, or 0. Rows of `up` lie far apart: columns that
+// follow are fetched, of the thread's next task, too.
 template <int T, int V, bool kTail, class O, class W>
 inline void add_up(const float* const* narrow, int64_t rank, const W* up, int64_t size, int lanes,
                    O* const* out) {
@@ -136,8 +144,9 @@ inline void add_up(const float* const* narrow, int64_t rank, const W* up, int64_
       const W* from = up + r * size + v * kLanes;
       w[v] = kTail ? load_some(from, lanes) : load(from);
     }
+    if (!kTail) __builtin_prefetch(up + r * size + kAhead);
     for (int t = 0; t < T; t++) {
-      vf h = splat(narrow[t][r]);
+      vf h = spread(narrow[t][r]);
       for (int v = 0; v < V; v++) sums[t][v] = fma_step(sums[t][v], h, w[v]);
     }
   }
@@ -244,7 +253,7 @@ MODULM_API void modulm_add_lora(void* out, int64_t out_stride, int out_dtype, co
       f(job, task - job.shrink);
     };
     if (x_dtype == kIds) {
-      parallel(shrinks, [&](int64_t task, int) {
+      parallel_near(shrinks, [&](int64_t task) {
         shrunk(task, [&](const Job& job, int64_t part) {
           look_up<W>(job, part, static_cast<const int64_t*>(x), inputs);
         });
@@ -252,7 +261,7 @@ MODULM_API void modulm_add_lora(void* out, int64_t out_stride, int out_dtype, co
     } else {
       with_float(x_dtype, [&](auto v) {
         using X = decltype(v);
-        parallel(shrinks, [&](int64_t task, int) {
+        parallel_near(shrinks, [&](int64_t task) {
           shrunk(task, [&](const Job& job, int64_t part) {
             shrink<X, W>(job, part, static_cast<const X*>(x), x_stride, inputs);
           });
@@ -261,7 +270,7 @@ MODULM_API void modulm_add_lora(void* out, int64_t out_stride, int out_dtype, co
     }
     with_float(out_dtype, [&](auto o) {
       using O = decltype(o);
-      parallel(expands, [&](int64_t task, int) {
+      parallel_near(expands, [&](int64_t task) {
         const Job& job = job_of(all, task, [](const Job& j) { return j.expand; });
         expand<O, W>(job, task - job.expand, static_cast<O*>(out), out_stride);
       });
