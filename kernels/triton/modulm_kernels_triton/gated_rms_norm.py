@@ -9,6 +9,7 @@ from torch import Tensor
 
 from modulm_kernels_triton.activations import sigmoid
 from modulm_kernels_triton.launch import launch, power_of_two
+from modulm_kernels_triton.norm_rows import unit_row, weighted_row
 from modulm_kernels_triton.rows import dense_rows
 from modulm_kernels_triton.tuning import tuned
 
@@ -28,8 +29,8 @@ def _gated_rms_norm(
     factor = factor * sigmoid(factor)
     if not FIRST:
         wide = wide * factor
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    wide = wide * tl.load(weight + part * weight_part + at, inside, other=0.0).to(tl.float32)
+    wide = unit_row(wide, size, eps)
+    wide = weighted_row(wide, weight + part * weight_part + at, inside, 0.0)
     if FIRST:
         wide = wide * factor
     target = out + row * size * tl.num_programs(1) + part * size + at

@@ -14,9 +14,10 @@ import torch
 
 import modulm_kernels_triton
 from modulm.contracts.model import StatePlan
-from modulm_adapters.lora_ops import LoraPiece, LoraTable, SlotGroups
+from modulm_adapters.lora_ops import LoraPiece, LoraTable, SlotBlocks, SlotGroups
 from modulm_kernels_triton.by_expert import sort_by_expert
 from modulm_kernels_triton.device import fp8_products
+from modulm_kernels_triton.rms_norm_rounded import FORMATS
 
 __all__ = ["KINDS", "Shape"]
 
@@ -80,7 +81,7 @@ def low_precision(shape: Shape) -> None:
     size = (shape.intermediate, shape.hidden)
     inner, top_k = 256, 2
     rows = torch.zeros(2, shape.hidden, dtype=shape.dtype)
-    for form in ("int8", "fp8", "fp8_token", "fp8_static"):
+    for form in FORMATS:
         scale = torch.ones(()) if form == "fp8_static" else None
         ops["rms_norm_rounded"](rows, rows.clone(), rows[0], 1e-6, form, scale)
     for activations, form, group in _SCALED:
@@ -150,12 +151,15 @@ def recurrence(shape: Shape) -> None:
 
 def adapters(shape: Shape) -> None:
     """Low-rank additions."""
-    table, groups = LoraTable(1, 1, shape.hidden, shape.dtype), SlotGroups(1)
+    table = LoraTable(1, 1, shape.hidden, shape.dtype, rank=64, widest=shape.hidden)
+    groups, blocks = SlotGroups(1), SlotBlocks(1, torch.device("cpu"))
     rank = torch.zeros(16, shape.hidden, dtype=shape.dtype)
     table.put(1, [LoraPiece(rank, rank)])
     groups.set(np.ones(2, dtype=np.int32))
     x = torch.zeros(2, shape.hidden, dtype=shape.dtype)
     modulm_kernels_triton.ops()["add_lora"](x.clone(), x, groups, table)
+    blocks.set(groups, lambda arrays: [torch.from_numpy(array) for array in arrays])
+    modulm_kernels_triton.ops()["add_lora_blocks"](x.clone(), x, blocks, table)
 
 
 #: In order of how often they are needed.

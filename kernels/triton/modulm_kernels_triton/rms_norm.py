@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from modulm_kernels_triton.launch import launch, power_of_two
+from modulm_kernels_triton.norm_rows import added_row, unit_row, weighted_row
 from modulm_kernels_triton.rows import grouped
 from modulm_kernels_triton.tuning import tuned
 
@@ -25,16 +26,10 @@ def _rms_norm(
     at = tl.arange(0, BLOCK)
     inside = at < size
     start = row // rows_in_group * x_group + row % rows_in_group * x_row
-    wide = tl.load(x + start + at, inside, other=0.0).to(tl.float32)
-    if ADD:
-        target = residual + row * residual_row + at
-        before = tl.load(target, inside, other=0.0)
-        total = (before.to(tl.float32) + wide).to(before.dtype)
-        tl.store(target, total, inside)
-        wide = total.to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    wide = added_row(x + start + at, residual + row * residual_row + at, inside, ADD)
+    wide = unit_row(wide, size, eps)
     if WEIGHT:
-        wide = wide * (tl.load(weight + at, inside, other=0.0).to(tl.float32) + offset)
+        wide = weighted_row(wide, weight + at, inside, offset)
     tl.store(out + row * out_row + at, wide.to(out.dtype.element_ty), inside)
 
 

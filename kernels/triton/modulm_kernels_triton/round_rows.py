@@ -16,10 +16,19 @@ from modulm_kernels_triton.kept_numbers import bytes_of_float8
 from modulm_kernels_triton.launch import cut, launch
 from modulm_kernels_triton.narrow_floats import codes_of_e2m1, e4m3_of_bytes
 
-__all__ = ["EACH", "KEPT", "LARGEST", "RoundedRows", "nearest_numbers", "round_rows"]
+__all__ = [
+    "EACH",
+    "KEPT",
+    "LARGEST",
+    "RoundedRows",
+    "block_scales",
+    "empty_blocks",
+    "nearest_numbers",
+    "round_rows",
+]
 
-#: Numbers that share a scale, dtype, and largest number of formats with fp32 scales.
-EACH = {"int8": 256, "fp8": 128}
+#: Numbers that share a scale; dtype and largest number of formats with fp32 scales.
+EACH = {"int8": 256, "fp8": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 KEPT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 #: What a row's largest number is divided by to get the row's own factor.
@@ -101,6 +110,24 @@ def _largest(x, x_row, to, size, OVER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def block_scales(most, whole, PAIRS: tl.constexpr, NESTED: tl.constexpr):
+    """Return the scales of groups, as bytes and in fp32, from their largest magnitudes.
+
+    whole: a row's factor (NESTED, NVFP4). PAIRS: the numbers become e2m1, else e4m3.
+    """
+    if NESTED:
+        nested = tl.minimum(tl.maximum(most / 6.0 / whole, 0.001953125), 448.0)
+        stored = bytes_of_float8(nested, 3, 7, 448.0)
+        scale = e4m3_of_bytes(stored) * whole
+    else:
+        TOP: tl.constexpr = 2 if PAIRS else 8
+        power = (tl.maximum(most, _LEAST).to(tl.int32, bitcast=True) >> 23) - TOP
+        stored = power.to(tl.uint8)
+        scale = (power << 23).to(tl.float32, bitcast=True)
+    return stored, scale
+
+
+@triton.jit
 def _round_blocks(
     x, x_row, out, out_row, scales, factors, size, groups,
     PAIRS: tl.constexpr, NESTED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -116,16 +143,8 @@ def _round_blocks(
     even = tl.load(source, inside, other=0.0).to(tl.float32)
     odd = tl.load(source + 1, inside, other=0.0).to(tl.float32)
     most = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
-    if NESTED:
-        whole = tl.load(factors + row)
-        nested = tl.minimum(tl.maximum(most / 6.0 / whole, 0.001953125), 448.0)
-        stored = bytes_of_float8(nested, 3, 7, 448.0)
-        scale = e4m3_of_bytes(stored) * whole
-    else:
-        TOP: tl.constexpr = 2 if PAIRS else 8
-        power = (tl.maximum(most, _LEAST).to(tl.int32, bitcast=True) >> 23) - TOP
-        stored = power.to(tl.uint8)
-        scale = (power << 23).to(tl.float32, bitcast=True)
+    whole = tl.load(factors + row) if NESTED else 1.0
+    stored, scale = block_scales(most, whole, PAIRS, NESTED)
     tl.store(scales + row * groups + group, stored, group < groups)
     even, odd = even / scale[:, None], odd / scale[:, None]
     if PAIRS:
@@ -177,17 +196,24 @@ def _put_largest(x: Tensor, to: Tensor, name: str) -> None:
 def _round_scaled(x: Tensor, to: str) -> RoundedRows:
     """Quantize with a scale of one byte per group; K is whole groups."""
     rows, size = x.shape
-    nested, pairs = to == "nvfp4", to != "mxfp8"
-    group = 16 if nested else 32
-    groups = cut(size, group)
-    out = torch.empty(rows, size // 2 if pairs else size, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(rows, groups, dtype=torch.uint8, device=x.device)
-    factors = torch.empty(rows, dtype=torch.float32, device=x.device) if nested else None
+    blocks = empty_blocks(x, to)
+    out, factors = blocks.codes, blocks.factors
     if factors is not None:
         _put_largest(x, factors, to)
     launch(
-        _round_blocks, (rows, cut(size, _BLOCK)), x, x.stride(0), out, out.stride(0), scales,
-        x if factors is None else factors, size, groups,
-        PAIRS=pairs, NESTED=nested, GROUP=group, BLOCK=_BLOCK,
+        _round_blocks, (rows, cut(size, _BLOCK)), x, x.stride(0), out, out.stride(0),
+        blocks.scales, x if factors is None else factors, size, blocks.scales.shape[1],
+        PAIRS=to != "mxfp8", NESTED=factors is not None, GROUP=EACH[to], BLOCK=_BLOCK,
     )  # fmt: skip
-    return RoundedRows(out, scales, factors)
+    return blocks
+
+
+def empty_blocks(x: Tensor, to: str) -> RoundedRows:
+    """Return memory for x [T, K] in a format whose scales are bytes; K is whole groups."""
+    rows, size = x.shape
+    width = size if to == "mxfp8" else size // 2
+    codes = torch.empty(rows, width, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, cut(size, EACH[to]), dtype=torch.uint8, device=x.device)
+    nested = to == "nvfp4"
+    factors = torch.empty(rows, dtype=torch.float32, device=x.device) if nested else None
+    return RoundedRows(codes, scales, factors)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from attrs import evolve
 
-from modulm.contracts.quantization import LinearSpec
+from modulm.contracts.quantization import LinearSpec, Shard
 from modulm.plugins import manager
 from modulm.plugins.options import structure
+from modulm_quantized.activations import ACTIVATION_FORMATS
 from modulm_quantized.flags import LowPrecisionFlags
 
 FLOATS = {"type": "float", "num_bits": 8}
@@ -90,3 +92,13 @@ def test_explain_says_which_path_a_layer_takes():
     for fast in (True, False):
         kernels = {"low_precision_note": "measured {}".format}
         assert "(measured int8)" in make("w8a8", fast, **kernels)[0].note(LINEAR)
+
+
+@pytest.mark.parametrize("case", ["w8a8", "fp8 in blocks", "mxfp8", "nvfp4", "compressed mxfp4"])
+def test_explain_says_that_the_norm_before_quantizes(case):
+    method, name = make(case, True)
+    method.ops.providers = {"rms_norm_rounded": "triton"}
+    end = f"inputs quantized to {ACTIVATION_FORMATS[name]}, by the norm before if there is one"
+    assert method.note(LINEAR).endswith(end)
+    split = evolve(LINEAR, input_shard=Shard(128, 0, 2))
+    assert "norm" not in method.note(split)

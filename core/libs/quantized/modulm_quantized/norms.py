@@ -18,7 +18,7 @@ from torch.nn import Module
 from modulm.contracts.quantization import LinearSpec
 from modulm.nn.norm import RMSNorm
 from modulm.ops import twins
-from modulm_quantized.activations import round_activations
+from modulm_quantized.activations import ACTIVATION_FORMATS, round_activations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FUSED", "fuse_norms", "fuses", "rms_norm_rounded"]
 
-#: Formats that norms can quantize to: bytes with fp32 scales.
-FUSED = ("int8", "fp8", "fp8_token", "fp8_static")
+#: Formats that norms can quantize to.
+FUSED = tuple(ACTIVATION_FORMATS)
 _OP = "rms_norm_rounded"
 
 

@@ -44,7 +44,11 @@ SPARSE = {
 _SPARSE_KERNELS = {"_score", "_select", "_selected", "_merge", "_prompt"}
 #: Sizes, kernels, and the format of the cache.
 MODELS = {
-    "qwen3": (QWEN3, {"_rms_norm", "_qkv_prepare", "_prompt", "_split", "_rms_norm_rounded"}, ""),
+    "qwen3": (
+        QWEN3,
+        {"_rms_norm", "_qkv_prepare", "_prompt", "_split", "_rms_norm_rounded", "_rms_norm_blocks"},
+        "",
+    ),
     "deepseek_v32": (SPARSE, _SPARSE_KERNELS, ""),
     "deepseek_v32, fp8_ds_mla": (SPARSE, {*_SPARSE_KERNELS, "_write"}, "fp8_ds_mla"),
     "deepseek_v32, nvfp4_ds_mla": (SPARSE, {*_SPARSE_KERNELS, "_write"}, "nvfp4_ds_mla"),

@@ -57,7 +57,7 @@ def test_kernels_are_compiled_for_hopper(tmp_path, request):
         "_add_up", "_argmax", "_bar", "_by_scan", "_by_segment", "_by_token", "_causal_conv",
         "_count", "_down",
         "_experts", "_filter", "_invert", "_keep_inputs", "_linear", "_measure", "_moe_route",
-        "_penalise", "_place", "_round", "_sample", "_up",
+        "_penalise", "_place", "_rms_norm_blocks", "_rms_norm_rounded", "_round", "_sample", "_up",
     }  # fmt: skip
     assert wanted <= {name for name, _ in kernels}
     assert max(int(shared) for _, shared in kernels) <= SHARED
