@@ -213,6 +213,53 @@ def _test_device() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def adapters(setup: Setup) -> None:
+    """Decode steps with eight adapters against steps without, and bit for bit without graphs."""
+    from modulm import LoRARequest, SamplingParams
+    from modulm.testing.adapters import write_lora
+
+    rows, most, rank = (4, 2, 4) if setup.tiny else (64, 8, 16)
+    tokens, folder = (4 if setup.tiny else 64), setup.folder("Qwen3-0.6B")
+    shape = {**SHAPES["Qwen3-0.6B"], **(TINY if setup.tiny else {})}
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    heads = shape["num_attention_heads"] * shape["head_dim"]
+    sizes = {
+        "self_attn.q_proj": (hidden, heads), "self_attn.o_proj": (heads, hidden),
+        "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }  # fmt: skip
+    modules = {
+        f"model.layers.{layer}.{name}": size
+        for layer in range(shape["num_hidden_layers"])
+        for name, size in sizes.items()
+    }
+    loras = [
+        LoRARequest(f"a{n}", n + 1, write_lora(setup.place / f"a{n}", modules, rank, n))
+        for n in range(most)
+    ]
+    flags: dict[str, Any] = {
+        "max_num_seqs": rows, "load_format": "dummy", "enable_lora": True, "max_loras": most,
+    }  # fmt: skip
+    if setup.tiny:
+        flags |= _test_device()
+    prompts = [{"prompt_token_ids": [7 + i % 91, 5, 9]} for i in range(rows)]
+    chosen = [loras[row % most] for row in range(rows)]
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
+    found, taken = [], {}
+    for eager in (True, False):
+        with setup.engine(folder, enforce_eager=eager, **flags) as llm:
+            for name, some in (("without", None), ("with", chosen), ("without", None)):
+                llm.generate(prompts, greedy, use_tqdm=False, lora_request=some)
+                began = time.perf_counter()
+                outputs = llm.generate(prompts, greedy, use_tqdm=False, lora_request=some)
+                taken[name] = time.perf_counter() - began
+                found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    if found[:3] != found[3:]:
+        raise AssertionError("tokens or log probabilities with adapters differ with graphs")
+    speed, plain = (rows * tokens / taken[name] for name in ("with", "without"))
+    setup.line(f"0.6B, {rows} streams, {most} adapters", speed, "tokens/s", plain, 0.8)
+
+
 def streams(setup: Setup) -> None:
     """Many streams, of which a third is aborted: the others must equal those of a single run."""
     from modulm import SamplingParams
@@ -518,8 +565,8 @@ def _write_weights(setup: Setup, folder: Path, save: Callable[..., None]) -> Non
 
 #: Section -> time limit in seconds; correctness first.
 SECTIONS: dict[Callable[[Setup], None], int] = {
-    machine: 15, kernels: 110, families: 60, graphs: 50, streams: 40, attention: 20,
-    low_precision: 30, sums: 15, decode: 70, throughput: 70, idle: 35, cold: 50,
+    machine: 15, kernels: 100, families: 60, graphs: 50, adapters: 50, streams: 40,
+    attention: 20, low_precision: 30, sums: 15, decode: 70, throughput: 65, idle: 35, cold: 50,
 }  # fmt: skip
 
 

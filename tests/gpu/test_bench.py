@@ -45,8 +45,8 @@ def test_the_dry_run_passes(tmp_path) -> None:
     assert all(section["ended"] == "done" for section in report["sections"].values())
     assert all(section["lines"] for section in report["sections"].values())
     assert list(report["sections"]) == [
-        "machine", "kernels", "families", "graphs", "streams", "attention", "low_precision",
-        "sums", "decode", "throughput", "idle", "cold",
+        "machine", "kernels", "families", "graphs", "adapters", "streams", "attention",
+        "low_precision", "sums", "decode", "throughput", "idle", "cold",
     ]  # fmt: skip
 
 

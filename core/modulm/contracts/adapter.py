@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     import numpy as np
@@ -174,11 +174,10 @@ class AdapterBank(ABC):
         """
         return 0
 
-    @property
-    def recordable(self) -> bool:
-        """Whether the layers' work after the last `begin` may be recorded and replayed.
+    def can_record(self, slots: Collection[int], tokens: int) -> bool:
+        """Whether passes of so many tokens that use these slots may be recorded and replayed.
 
-        It must consist of ops that read everything that differs between steps of equal size from
-        tensors at fixed addresses.
+        After `begin`, the layers' work must then consist of ops that read everything that differs
+        between passes of equal size from tensors at fixed addresses.
         """
         return False

@@ -526,6 +526,15 @@ class PartRunner:
     def recording(self, plan: Plan) -> str | None:
         """Which recorded step this one may replay: None for the default, a name for a separate one,
         DIRECT for none.
+
+        A `RecordedForward` tells steps apart by the inputs of their batches instead.
+        """
+        return None
+
+    def vary(self, batch: Batch) -> Batch | None:
+        """Return the batch with this part's inputs, to be recorded by a `RecordedForward` as well.
+
+        The batch is of rows in null blocks. `focus(None, None)` follows.
         """
         return None
 

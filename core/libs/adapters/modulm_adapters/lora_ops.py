@@ -5,19 +5,21 @@ Hu et al., arXiv 2106.09685; many of them in one batch: Chen et al., arXiv 2310.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
 
-__all__ = ["LoraPiece", "LoraTable", "SlotGroups", "add_lora"]
+__all__ = ["BLOCK", "LoraPiece", "LoraTable", "SlotBlocks", "SlotGroups", "add_lora"]
 
 #: Maximum tokens of steps whose groups are stored at fixed addresses.
 _FIXED = 256
 #: Fields of an address: rank, address of down, address of up, first output, outputs.
 _FIELDS = 5
+#: Maximum tokens of a block.
+BLOCK = 16
 
 
 @frozen(eq=False)
@@ -38,7 +40,8 @@ class LoraTable:
 
     inputs: of the layer, or entries of an embedding table. dtype: of all pieces. addresses:
     [slots + 1, most, 5] int64 on `device`, read by kernels; it stays in place, as the pieces do.
-    Pieces of one slot change different outputs.
+    Pieces of one slot change different outputs. rank, widest: the largest rank, and number of
+    outputs of a piece, that steps are recorded for; 0 if they are not.
     """
 
     def __init__(
@@ -48,8 +51,11 @@ class LoraTable:
         inputs: int,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        rank: int = 0,
+        widest: int = 0,
     ) -> None:
         self.inputs, self.dtype = inputs, dtype
+        self.rank, self.widest = rank, widest
         self.addresses = torch.zeros(slots + 1, most, _FIELDS, dtype=torch.int64, device=device)
         self.pieces: list[tuple[LoraPiece, ...]] = [()] * (slots + 1)
 
@@ -69,13 +75,14 @@ class SlotGroups:
     """The tokens of a step sorted by slot.
 
     spans: int32, the number of used slots, then slot, begin and end of each. order: [tokens] int32,
-    token indices. For small steps both stay in place.
+    token indices. For small steps both stay in place. indices: `order` as an array.
     """
 
     def __init__(self, slots: int) -> None:
         self.spans = torch.zeros(1 + 3 * slots, dtype=torch.int32)
         self.used: list[tuple[int, int, int]] = []
         self.tokens = 0
+        self.indices = np.zeros(0, dtype=np.int32)
         self.order = self._fixed = torch.zeros(_FIXED, dtype=torch.int32)
 
     def set(self, slots: np.ndarray) -> None:
@@ -87,7 +94,7 @@ class SlotGroups:
         spans = zip(ordered[begins].tolist(), begins.tolist(), ends.tolist(), strict=True)
         self.used = [span for span in spans if span[0]]
         flat = [len(self.used), *(number for span in self.used for number in span)]
-        self.tokens = len(order)
+        self.tokens, self.indices = len(order), order
         self.spans[: len(flat)] = torch.tensor(flat, dtype=torch.int32)
         self.order = self._fixed
         if len(order) > _FIXED:
@@ -95,10 +102,61 @@ class SlotGroups:
         else:
             self._fixed[: len(order)] = torch.from_numpy(order)
 
+    def blocks(self) -> np.ndarray:
+        """Return [n, 3] int32: slot, first index in `order`, and count of each block."""
+        numbers = [
+            (slot, first, min(BLOCK, end - first))
+            for slot, begin, end in self.used
+            for first in range(begin, end, BLOCK)
+        ]
+        return np.array(numbers, dtype=np.int32).reshape(-1, 3)
+
     def rows(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each used slot and its token indices, int64."""
         for slot, begin, end in self.used:
             yield slot, self.order[begin:end].long()
+
+
+class SlotBlocks:
+    """The tokens of a step in blocks of one slot, for kernels of recorded steps.
+
+    order: [tokens] int32, token indices. numbers: [blocks, 3] int32: slot, first index in `order`,
+    count; blocks without tokens have slot 0. Both stay in place on the device, and their sizes
+    depend only on the number of tokens.
+    """
+
+    #: Maximum tokens of a step.
+    most = 2048
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._slots = slots
+        self._order = torch.zeros(self.most, dtype=torch.int32, device=device)
+        rows = self._count(self.most)
+        self._numbers = torch.zeros(rows, 3, dtype=torch.int32, device=device)
+        self.tokens = 0
+
+    def _count(self, tokens: int) -> int:
+        return tokens // BLOCK + min(self._slots, tokens)
+
+    @property
+    def order(self) -> Tensor:
+        return self._order[: self.tokens]
+
+    @property
+    def numbers(self) -> Tensor:
+        return self._numbers[: self._count(self.tokens)]
+
+    def set(
+        self, groups: SlotGroups, send: Callable[[Sequence[np.ndarray]], Sequence[Tensor]]
+    ) -> None:
+        """Set the step's tokens, at most `most`. send: copies arrays to the device."""
+        self.tokens = groups.tokens
+        numbers = np.zeros((self._count(self.tokens), 3), dtype=np.int32)
+        blocks = groups.blocks()
+        numbers[: len(blocks)] = blocks
+        order, sent = send((groups.indices, numbers))
+        self.order.copy_(order, non_blocking=True)
+        self.numbers.copy_(sent, non_blocking=True)
 
 
 def add_lora(out: Tensor, x: Tensor, groups: SlotGroups, table: LoraTable) -> None:

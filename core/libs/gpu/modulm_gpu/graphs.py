@@ -163,8 +163,10 @@ class _Pieces:
 class GraphRecorder(RecordedForward):
     """A forward pass whose steps are recorded as graphs for certain shapes.
 
+    Steps with adapters have recordings of their own, which differ by an input of the batch.
     compiled: backend that compiles steps before they are recorded, or None. reasons: the first
-    reason why steps could not be recorded in full ("whole") or piecewise ("pieces").
+    reason why steps could not be recorded in full ("whole") or piecewise ("pieces"), or not with
+    adapters ("whole, adapters", "pieces, adapters").
     """
 
     def __init__(
@@ -220,11 +222,13 @@ class GraphRecorder(RecordedForward):
         # Other steps may differ only in their tensors, or each would need a recording of its own.
         alike = not any(plan.key() for plan in batch.plans)
         whole = self.shapes.decode if single else self.shapes.mixed and alike
-        if whole and "whole" not in self.reasons:
-            self._keep("whole", _whole(batch), batch, self._record_whole)
+        suffix = "" if batch.adapters is None else ", adapters"
+        if whole and not {"whole", f"whole{suffix}"} & self.reasons.keys():
+            self._keep(f"whole{suffix}", _whole(batch), batch, self._record_whole)
         done = {_whole(batch), _in_pieces(batch)} & set(self._recordings)
-        if self.shapes.pieces and "pieces" not in self.reasons and not done:
-            self._keep("pieces", _in_pieces(batch), batch, self._record_pieces)
+        pieces = self.shapes.pieces and not {"pieces", f"pieces{suffix}"} & self.reasons.keys()
+        if pieces and not done:
+            self._keep(f"pieces{suffix}", _in_pieces(batch), batch, self._record_pieces)
         self.seconds += time.perf_counter() - began
 
     def _keep(

@@ -42,26 +42,27 @@ class TokensOnly(Recordable):
     batch: Batch
 
     def key(self) -> Hashable | None:
-        """None for batches with embeddings, adapters or model-specific values."""
+        """None for batches with embeddings or model-specific values."""
         batch = self.batch
-        rare = (batch.embeds, batch.embeds_mask, batch.adapters)
+        rare = (batch.embeds, batch.embeds_mask)
         if any(tensor is not None for tensor in rare) or batch.extras or batch.carried:
             return None
-        return batch.axis_positions is not None
+        return batch.axis_positions is not None, batch.adapters is not None
 
     def tensors(self) -> tuple[Tensor, ...]:
         batch = self.batch
-        per_token = (batch.tokens, batch.positions)
-        return per_token if batch.axis_positions is None else (*per_token, batch.axis_positions)
+        per_token = (batch.tokens, batch.positions, batch.axis_positions, batch.adapters)
+        return tuple([tensor for tensor in per_token if tensor is not None])
 
     def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor] = ()) -> TokensOnly:
-        tokens, positions, *axes = tensors
-        batch = self.batch
+        tokens, positions, *others = tensors
+        batch, left = self.batch, iter(others)
         moved = evolve(
             batch,
             tokens=tokens,
             positions=positions,
-            axis_positions=axes[0] if axes else None,
+            axis_positions=None if batch.axis_positions is None else next(left),
+            adapters=None if batch.adapters is None else next(left),
             query_starts=_without_memory(batch.query_starts),
             sample=_without_memory(batch.sample),
             plans=cast("Any", tuple(map(PlanPlaceholder, range(len(batch.plans))))),

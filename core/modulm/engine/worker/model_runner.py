@@ -87,7 +87,9 @@ class ModelRunner:
         self._layers: tuple[torch.Tensor, ...] = ()
         self.platform, self._staging = platform, platform.staging()
         specs, groups = _with_parts(loaded, self.parts.values())
-        measure = partial(step_memory, loaded, specs, groups, platform, self._forward, rows, tokens)
+        kinds = 1 + len(self.hooks.vary)
+        measured = loaded, specs, groups, platform, self._forward, rows, tokens, kinds
+        measure = partial(step_memory, *measured)
         self._mesh = mesh = mesh or Mesh()
         if sizing is None:
             own = share_out(
@@ -353,7 +355,8 @@ class ModelRunner:
     def _forward_of(self, plan: Plan) -> Forward:
         """Return the forward pass for a plan. Steps with separate recordings have their own."""
         names = {name for recording in self.hooks.recording if (name := recording(plan))}
-        key = DIRECT if DIRECT in names else "+".join(sorted(names)) or None
+        name = None if isinstance(self._forward, RecordedForward) else "+".join(sorted(names))
+        key = DIRECT if DIRECT in names else name or None
         if key not in self._recordings:
             self._recordings[key] = self._record(self._direct)
         return self._recordings[key]
@@ -432,7 +435,11 @@ class ModelRunner:
     def record(self) -> None:
         """Record the steps of a `RecordedForward`."""
         if isinstance(self._forward, RecordedForward):
-            record(self._forward, self.builder, self._block_sizes, self._reach, self.platform)
+            self._focus(None, None)
+            where = self.builder, self._block_sizes, self._reach, self.platform
+            for vary in (None, *self.hooks.vary):
+                record(self._forward, *where, vary=vary)
+            self._focus(None, None)
             self.capacity = evolve(self.capacity, parts=self._values())
 
     @property

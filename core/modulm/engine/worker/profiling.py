@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner
 
 if TYPE_CHECKING:
     from modulm.contracts.kernels import Forward
-    from modulm.contracts.model import CacheSpec
+    from modulm.contracts.model import Batch, CacheSpec
     from modulm.contracts.platform import Platform
     from modulm.loading import Loaded
     from modulm.loading.cache_groups import CacheGroup
@@ -47,12 +47,16 @@ def record(
     reach: int,
     platform: Platform,
     steps: slice = slice(None),
+    vary: Callable[[Batch], Batch | None] | None = None,
 ) -> None:
-    """Record some of `forward.steps`. reach: as in `null_plan`."""
+    """Record some of `forward.steps`. reach: as in `null_plan`. vary: `PartRunner.vary`."""
     for counts in forward.steps[steps]:
         plan = null_plan(counts, block_sizes, reach)
         with platform.queue():
-            forward.record(builder.build(plan, np.maximum(counts.cumsum() - 1, 0)))
+            batch = builder.build(plan, np.maximum(counts.cumsum() - 1, 0))
+            varied = batch if vary is None else vary(batch)
+            if varied is not None:
+                forward.record(varied)
     platform.synchronize()
 
 
@@ -81,11 +85,12 @@ def step_memory(
     forward: Forward,
     rows: int,
     tokens: int,
+    kinds: int = 1,
 ) -> int | None:
     """Measure the bytes of the largest step, and of all recordings, beside weights and caches.
 
-    Runs a step of `tokens` tokens in up to `rows` rows in the null blocks. Returns None if the
-    platform does not measure memory.
+    Runs a step of `tokens` tokens in up to `rows` rows in the null blocks. kinds: how often each
+    step is recorded, with different inputs. Returns None if the platform does not measure memory.
     """
     if platform.reset_peak_memory() is None:
         return None
@@ -110,7 +115,7 @@ def step_memory(
     size = platform.peak_memory() - before
     if isinstance(forward, RecordedForward):
         sizes = [group.block_size for group in groups]
-        size += _recordings(forward, builder, sizes, loaded.max_model_len, platform)
+        size += kinds * _recordings(forward, builder, sizes, loaded.max_model_len, platform)
     del caches, builder, batch, hidden
     platform.empty_cache()
     return size

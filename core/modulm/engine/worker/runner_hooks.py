@@ -23,6 +23,7 @@ class RunnerHooks:
         self.recording = overridden(runners, "recording")
         self.watch = overridden(runners, "watch")
         self.focus = overridden(runners, "focus")
+        self.vary = overridden(runners, "vary")
         self.amend_layout = overridden(runners, "amend_layout")
         self.amend_batch = overridden(runners, "amend_batch")
         self.width = overridden(runners, "width")

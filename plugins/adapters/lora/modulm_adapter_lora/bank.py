@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from modulm_adapter_lora.layers import LoraExperts, LoraLayer, Step
 from modulm_adapter_lora.norms import LoraNorm, adapted_norm
 from modulm_adapter_lora.options import LoraOptions
 from modulm_adapter_lora.prepared import Prepared, Preparer
-from modulm_adapters.lora_ops import LoraTable
+from modulm_adapters.lora_ops import LoraTable, SlotBlocks
 
 if TYPE_CHECKING:
     from modulm.contracts.adapter import Naming
@@ -67,6 +67,11 @@ class LoraBank(AdapterBank):
     def __init__(self, config: object, platform: Platform, ops: Ops) -> None:
         super().__init__(config, platform, ops)
         self._step = Step(self.slots)
+        #: For kernels of recorded steps, on devices that queue them.
+        self._blocks: SlotBlocks | None = None
+        if platform.queued and ops.find("add_lora_blocks") is not None:
+            self._blocks = SlotBlocks(self.slots, platform.device)
+            self._staging = platform.staging()
         self._layers: dict[str, LoraLayer] = {}
         self._stacks: dict[str, LinearSpec] = {}
         self._elsewhere: list[LinearSpec] = []
@@ -106,7 +111,9 @@ class LoraBank(AdapterBank):
         dtype = self._dtype(spec)
         inputs = spec.outputs if table else spec.inputs
         most, device = 1 if table else len(spec.parts), self.platform.device
-        pieces = LoraTable(self.slots, most, inputs, dtype, device)
+        widest = max([spec.inputs] if table else spec.parts)
+        rank = self.config.max_lora_rank
+        pieces = LoraTable(self.slots, most, inputs, dtype, device, rank, widest)
         self._layers[spec.name] = LoraLayer(spec, self._step, self.ops, pieces)
         return self._layers[spec.name]
 
@@ -300,9 +307,18 @@ class LoraBank(AdapterBank):
             return
         step.groups, step.tokens = step.held, len(slots)
         step.held.set(slots)
-        used = [slot for slot, *_ in step.held.used]
-        step.special = any(slot in self._slots and self._slots[slot][1].special for slot in used)
+        step.special = self._special([slot for slot, *_ in step.held.used])
+        step.blocks = None
+        if self._blocks is not None and len(slots) <= self._blocks.most:
+            step.blocks = self._blocks
+            step.blocks.set(step.held, self._staging.send)
 
-    @property
-    def recordable(self) -> bool:
-        return not self.platform.queued and not self._step.special
+    def _special(self, slots: Collection[int]) -> bool:
+        """Whether an adapter in these slots needs more than the op."""
+        held = {**self._slots, **self._renewed}
+        return any(slot in held and held[slot][1].special for slot in slots)
+
+    def can_record(self, slots: Collection[int], tokens: int) -> bool:
+        if self.platform.queued and (self._blocks is None or tokens > self._blocks.most):
+            return False
+        return not self._special(slots)

@@ -15,7 +15,7 @@ from modulm.contracts.adapter import AdaptedLayer
 from modulm.errors import EngineError
 from modulm.ops import twins
 from modulm_adapter_lora.prepared import LayerChange
-from modulm_adapters.lora_ops import LoraPiece, LoraTable, SlotGroups
+from modulm_adapters.lora_ops import LoraPiece, LoraTable, SlotBlocks, SlotGroups
 
 if TYPE_CHECKING:
     from modulm.contracts.kernels import Ops
@@ -31,7 +31,8 @@ class Step:
     """The step's adapter data, shared by all layers of a bank.
 
     groups: the tokens by slot, None if no token uses an adapter. tokens: their number. special:
-    whether a used slot needs more than the op.
+    whether a used slot needs more than the op. blocks: the tokens in tensors that stay in place,
+    for kernels of recorded steps; None if there are none, or the step is too large.
     """
 
     def __init__(self, slots: int) -> None:
@@ -39,6 +40,7 @@ class Step:
         self.groups: SlotGroups | None = None
         self.tokens = 0
         self.special = False
+        self.blocks: SlotBlocks | None = None
 
 
 class LoraLayer(AdaptedLayer):
@@ -46,6 +48,7 @@ class LoraLayer(AdaptedLayer):
 
     def __init__(self, spec: LinearSpec, step: Step, ops: Ops, table: LoraTable) -> None:
         self.spec, self.step, self.ops, self.table = spec, step, ops, table
+        self._by_blocks = ops.find("add_lora_blocks")
         self.changes: dict[int, LayerChange] = {}
         self.base: Callable[..., Tensor] | None = None
         #: Why no adapter can change this layer, or None.
@@ -77,7 +80,7 @@ class LoraLayer(AdaptedLayer):
                 for slot, rows in groups.rows():
                     if slot in self.changes:
                         _apply_special(self.changes[slot], rows.to(x.device), x, bias, out)
-            self.ops.add_lora(out, x, groups, self.table)
+            self._add(out, x, groups)
         return out
 
     def embed(self, base: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
@@ -87,8 +90,15 @@ class LoraLayer(AdaptedLayer):
                 for slot, rows in groups.rows():
                     if slot in self.changes:
                         _embed_special(self.changes[slot], rows.to(ids.device), ids, out)
-            self.ops.add_lora(out, ids, groups, self.table)
+            self._add(out, ids, groups)
         return out
+
+    def _add(self, out: Tensor, x: Tensor, groups: SlotGroups) -> None:
+        blocks = self.step.blocks
+        if blocks is None or self._by_blocks is None:
+            self.ops.add_lora(out, x, groups, self.table)
+        else:
+            self._by_blocks(out, x, blocks, self.table)
 
     def _counts(self, x: Tensor, groups: SlotGroups) -> bool:
         """Whether the rows are the step's tokens.

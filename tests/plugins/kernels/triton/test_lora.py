@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from modulm_adapters.lora_ops import LoraPiece, LoraTable, SlotGroups, add_lora
+import modulm_kernels_triton.add_lora
+from modulm_adapters.lora_ops import LoraPiece, LoraTable, SlotBlocks, SlotGroups, add_lora
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3}
 PARTS = (40, 7, 100)
@@ -99,3 +100,44 @@ def test_what_does_not_fit_is_refused(op, device):
         op(torch.zeros(3, 147), torch.zeros(3, 63), groups_of([1, 1, 1]), table)
     with pytest.raises(ValueError, match="x must have as many rows as there are slots"):
         op(torch.zeros(3, 147), torch.zeros(3, 64), groups_of([1, 1]), table)
+
+
+def test_launches_are_repeated_for_other_tokens_and_adapters(ops, device, monkeypatch):
+    """What is launched for slots of zeros, run again after slots and adapters have changed."""
+    table = LoraTable(3, len(PARTS), 83, torch.float32, device, rank=70, widest=max(PARTS))
+    groups, blocks = SlotGroups(3), SlotBlocks(3, torch.device(device))
+    x, out = torch.randn(40, 83).to(device), torch.randn(40, sum(PARTS)).to(device)
+    before, launches = out.clone(), []
+
+    def kept(kernel, grid, *args, **meta):
+        launches.append((kernel, grid, args, meta))
+
+    def put(slots):
+        groups.set(np.asarray(slots, dtype=np.int32))
+        blocks.set(groups, lambda arrays: [torch.from_numpy(a).to(device) for a in arrays])
+
+    put([0] * 40)
+    with monkeypatch.context() as patch:
+        patch.setattr(modulm_kernels_triton.add_lora, "launch", kept)
+        ops["add_lora_blocks"](out, x, blocks, table)
+    for seed, slots in enumerate((np.arange(40) * 7 % 4, [0] * 40, [2] * 33 + [1, 3] + [0] * 5)):
+        for slot, rank in ((1, 4 + seed), (2, 70 - seed), (3, 20)):
+            torch.manual_seed(slot + seed)
+            pieces = [
+                LoraPiece(
+                    torch.randn(rank, 83).to(device) / 9, torch.randn(rank, part).to(device), start
+                )
+                for part, start in zip(PARTS[:slot], np.cumsum((0, *PARTS)).tolist(), strict=False)
+            ]
+            table.put(slot, pieces)
+        put(slots)
+        out.copy_(before)
+        for kernel, grid, args, meta in launches:
+            kernel[grid](*args, **meta)
+        expected = before.clone()
+        add_lora(expected, x, groups, table)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
+        assert torch.equal(out, before) == (not groups.used)
+        straight = before.clone()
+        ops["add_lora_blocks"](straight, x, blocks, table)
+        assert torch.equal(straight, out)

@@ -85,9 +85,19 @@ class AdapterRunner(PartRunner):
         if not self._users or not self._slots[plan.rows].any():
             return None
         used = plan.starts + plan.counts > self._firsts[plan.rows]
-        if not used.any():
+        slots = set(self._slots[plan.rows[used]].tolist()) - {0}
+        if not slots:
             return None
-        return "adapters" if self.bank.recordable else DIRECT
+        return "adapters" if self.bank.can_record(slots, len(plan.tokens)) else DIRECT
+
+    def vary(self, batch: Batch) -> Batch | None:
+        tokens = len(batch.tokens)
+        if not self.bank.can_record((), tokens):
+            return None
+        slots = np.zeros(tokens, dtype=np.int32)
+        sent = self._staging.send((slots,))[0].clone()
+        self.bank.begin_known(slots, sent)
+        return evolve(batch, adapters=sent)
 
     def focus(self, rows: np.ndarray | None, positions: np.ndarray | None) -> None:
         slots = None
