@@ -218,8 +218,8 @@ def adapters(setup: Setup) -> None:
     from modulm import LoRARequest, SamplingParams
     from modulm.testing.adapters import write_lora
 
-    rows, most, rank = (4, 2, 4) if setup.tiny else (64, 8, 16)
-    tokens, folder = (4 if setup.tiny else 64), setup.folder("Qwen3-0.6B")
+    rows, most, rank = (2, 2, 4) if setup.tiny else (64, 8, 16)
+    tokens, folder = (3 if setup.tiny else 64), setup.folder("Qwen3-0.6B")
     shape = {**SHAPES["Qwen3-0.6B"], **(TINY if setup.tiny else {})}
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     heads = shape["num_attention_heads"] * shape["head_dim"]
@@ -248,13 +248,14 @@ def adapters(setup: Setup) -> None:
     found, taken = [], {}
     for eager in (True, False):
         with setup.engine(folder, enforce_eager=eager, **flags) as llm:
-            for name, some in (("without", None), ("with", chosen), ("without", None)):
-                llm.generate(prompts, greedy, use_tqdm=False, lora_request=some)
+            for name, some in (("without", None), ("with", chosen)):
+                if not setup.tiny:
+                    llm.generate(prompts, greedy, use_tqdm=False, lora_request=some)
                 began = time.perf_counter()
                 outputs = llm.generate(prompts, greedy, use_tqdm=False, lora_request=some)
                 taken[name] = time.perf_counter() - began
                 found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
-    if found[:3] != found[3:]:
+    if found[:2] != found[2:]:
         raise AssertionError("tokens or log probabilities with adapters differ with graphs")
     speed, plain = (rows * tokens / taken[name] for name in ("with", "without"))
     setup.line(f"0.6B, {rows} streams, {most} adapters", speed, "tokens/s", plain, 0.8)
@@ -563,6 +564,8 @@ def _write_weights(setup: Setup, folder: Path, save: Callable[..., None]) -> Non
     save(table, folder / "model-99999.safetensors")
 
 
+#: Factor of the limits in a dry run, which shares its machine with other tests.
+_DRY = 6
 #: Section -> time limit in seconds; correctness first.
 SECTIONS: dict[Callable[[Setup], None], int] = {
     machine: 15, kernels: 100, families: 60, graphs: 50, adapters: 50, streams: 40,
@@ -602,7 +605,8 @@ def run(setup: Setup, names: list[str], budget: float, out: Path) -> dict[str, A
         setup.lines, start = [], time.monotonic()
         ended = "done"
         try:
-            with within(min(seconds, budget - (start - began))):
+            most = seconds * (_DRY if setup.tiny else 1)
+            with within(min(most, budget - (start - began))):
                 section(setup)
         except Exception as error:
             ended = f"{type(error).__name__}: {error}"[:2000]

@@ -148,7 +148,7 @@ def test_adapters_change_between_recorded_steps(place, expected, mode, ahead, mo
 
 def test_steps_with_other_changes_are_not_recorded(place) -> None:
     """An adapter with a norm of its own, beside one of pairs, and the pairs alone after it."""
-    calls = (["saved", "a", None, "saved"], ["a", "a", None, "b"])
+    calls = (["a", "saved", None, "saved"], ["a", "a", None, "b"])
     found = answers(place, calls)
     recorder = GraphPlatform.recorder
     repeated = recorder.repeated

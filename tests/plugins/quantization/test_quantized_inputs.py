@@ -100,5 +100,5 @@ def test_explain_says_that_the_norm_before_quantizes(case):
     method.ops.providers = {"rms_norm_rounded": "triton"}
     end = f"inputs quantized to {ACTIVATION_FORMATS[name]}, by the norm before if there is one"
     assert method.note(LINEAR).endswith(end)
-    split = evolve(LINEAR, input_shard=Shard(128, 0, 2))
+    split = evolve(LINEAR, input_shard=Shard(0, 64, 128))
     assert "norm" not in method.note(split)
