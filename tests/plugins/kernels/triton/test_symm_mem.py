@@ -201,7 +201,8 @@ def test_the_check_at_the_start_tells_right_sums_from_wrong_ones(monkeypatch):
     every, _buffers = memories(2, small())
     assert in_turn(2, 0, lambda rank: symm_mem._wrong(here, every[rank])) == [None, None]
     monkeypatch.setattr(symm_mem, "_LOOKS", 3)
-    assert "signals" in symm_mem._wrong(here, memories(2, small())[0][0])
+    alone, _kept = memories(2, small())
+    assert "signals" in symm_mem._wrong(here, alone[0])
     monkeypatch.setattr(symm_mem, "sum_in_order", lambda inputs: inputs[0])
     monkeypatch.setattr(symm_mem, "_LOOKS", 1 << 24)
     every, _buffers = memories(2, small())
