@@ -104,7 +104,7 @@ def step(rounds: int) -> None:
 def reduce(calls: int = 20000) -> None:
     """Time an all-reduce of both processes: the best mean of five runs of `calls` calls."""
     from modulm.plugins import manager
-    from modulm_distributed.mesh import Place, open_mesh
+    from modulm_distributed.mesh import RankSpec, open_mesh
 
     folder = tempfile.mkdtemp()
     child = os.fork()
@@ -117,7 +117,7 @@ def reduce(calls: int = 20000) -> None:
     modulm_kernels_cpu.set_threads(1)
     plugins = manager.current()
     platform = plugins.load("platforms", "cpu")()
-    group = open_mesh(Place(rank, 2, 1, f"file:{folder}/store"), platform, plugins).tensor
+    group = open_mesh(RankSpec(rank, 2, 1, f"file:{folder}/store"), platform, plugins).tensor
     x = torch.randn(1, 1024).bfloat16()
     best = float("inf")
     for _ in range(5):
