@@ -169,7 +169,7 @@ def test_the_rest_of_a_prompt_is_computed_in_small_steps(
         fetch = PARAMS.with_(extra_args={"kv_transfer_params": table})
         steps = noted_steps(monkeypatch)
         prompts = [{"prompt_token_ids": [3, 5, 8]}, PROMPTS[0]]
-        outputs = second.generate(prompts, [PARAMS.with_(max_tokens=40), fetch], use_tqdm=False)
+        outputs = second.generate(prompts, [PARAMS.with_(max_tokens=400), fetch], use_tqdm=False)
         assert results(outputs[1:]) == expected[:1]
         assert outputs[1].num_cached_tokens == STORED
     assert [tokens for tokens, *_ in steps if tokens > 2] == [3, 8, 8, 3]

@@ -69,7 +69,7 @@ def test_importing_the_provider_imports_no_triton(monkeypatch):
 
 
 def test_ops_are_those_of_the_twins(ops):
-    without = {"pack_quantized", "pack_quantized_experts", "low_precision"}
+    without = {"add_lora_blocks", "pack_quantized", "pack_quantized_experts", "low_precision"}
     assert set(ops) - set(twin_ops()) <= without
     assert list(modulm_kernels_triton.FILES) == sorted(modulm_kernels_triton.FILES)
 
