@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modulm_kernels_cpu.check import CODES, dense_rows, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
-from modulm_kernels_cpu.measured import file, kept
+from modulm_kernels_cpu.measured import file, measure_once
 from modulm_kernels_cpu.memory import huge_buffer
 
 __all__ = [
@@ -176,7 +176,7 @@ def _low_precision(
         return f"{ratio():.2f} of the time of 16 bits, as measured on this machine ({file()})"
 
     def ratio() -> float:
-        return kept(f"{level} int8", measure)
+        return measure_once(f"{level} int8", measure)
 
     return {"low_precision": low_precision, "low_precision_note": low_precision_note}
 

@@ -19,7 +19,7 @@ import torch
 
 from modulm.config.environ import variables
 
-__all__ = ["file", "kept", "section"]
+__all__ = ["file", "measure_once", "section"]
 
 log = logging.getLogger("modulm")
 
@@ -49,7 +49,7 @@ def section(cpuinfo: Path = _CPUINFO) -> str:
     return f"{name}, {torch.get_num_threads()} threads, kernels {kernels}"
 
 
-def kept(name: str, measure: Callable[[], float]) -> float:
+def measure_once(name: str, measure: Callable[[], float]) -> float:
     """Return the ratio `name`, as measured before on this machine, or measure and keep it.
 
     A file that cannot be read or written is reported, and the ratio is this process's.

@@ -155,7 +155,7 @@ def test_a_file_of_measurements_that_is_damaged_is_replaced(content, monkeypatch
     monkeypatch.setattr(measured, "_known", {})
     measured.file().parent.mkdir()
     measured.file().write_text(content)
-    assert measured.kept("int8", lambda: 0.5) == 0.5
+    assert measured.measure_once("int8", lambda: 0.5) == 0.5
     assert "it is measured again" in caplog.text
     assert json.loads(measured.file().read_text()) == {measured.section(): {"int8": 0.5}}
 
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_reported(monkeypatch, tmp_path, capl
     (tmp_path / "modulm").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measured, "_known", {})
-    assert measured.kept("int8", lambda: 0.25) == 0.25
+    assert measured.measure_once("int8", lambda: 0.25) == 0.25
     assert "each process measures for itself" in caplog.text
 
 
