@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
 import pytest
 from samples import parametrize_sample
 
+from modulm.contracts.outputs import RequestOutput
 from modulm.contracts.tokenizer import Tokenizer
+from modulm.errors import RequestError
+from modulm_server.generation import Running
 from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
@@ -520,3 +524,67 @@ def test_transfer_parameters_reach_the_engine_and_return(
     assert text.count('"kv_transfer_params":{"do_remote_prefill":true}') == 1
     body["kv_transfer_params"] = None
     assert "kv_transfer_params" not in http.post(path, json=body).text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (CHAT, {"messages": BASE[CHAT]["messages"], "functions": [{"name": "f"}]}, "functions",
+         "Not supported yet: functions. Use tools instead."),
+        (CHAT, {"model": "M"}, "messages", "messages is required"),
+        ("/v1/batches", {"input_file_id": "f", "endpoint": CHAT, "completion_window": "1h"},
+         "completion_window", "completion_window must be one of 24h, not '1h'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_errors_say_what_to_send(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == param
+    assert error_of(answer)["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is empty: send a JSON object"),
+        (b'{"model": NaN}', "model is nan, which is not valid JSON: send a finite number"),
+    ],
+)
+def test_bodies_that_are_no_json(http: httpx.Client, body: bytes, message: str) -> None:
+    answer = http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, error_of(answer)["message"]) == (400, message)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("POST", "/v1/chat/completion", 404, "; did you mean /v1/chat/completions?"),
+        ("POST", "/v1/v1/models", 404, "; did you mean /v1/models?"),
+        ("POST", "/fine_tuning/jobs", 404, "; GET /docs lists the routes"),
+        ("GET", "/v1/completions", 405, "/v1/completions takes POST, not GET"),
+        ("POST", "/" + "x" * 5000, 404, "; GET /docs lists the routes"),
+    ],
+)
+def test_unknown_routes_say_what_is_served(
+    http: httpx.Client, method: str, path: str, status: int, message: str
+) -> None:
+    answer = http.request(method, path)
+    assert answer.status_code == status
+    assert error_of(answer)["message"].endswith(message)
+
+
+def test_errors_of_the_engine_name_the_request_fields() -> None:
+    """An engine knows `structured_outputs` alone; clients may have sent an older field."""
+
+    fields = {"structured_outputs": "guided_regex"}
+
+    async def failing() -> AsyncGenerator[RequestOutput, None]:
+        raise RequestError("structured_outputs.regex: Unclosed '['", "structured_outputs")
+        yield
+
+    with pytest.raises(RequestError, match=r"^guided_regex: Unclosed '\['$") as caught:
+        asyncio.run(Running.start(failing(), lambda _: None, fields))
+    assert caught.value.param == "guided_regex"

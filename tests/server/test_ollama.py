@@ -178,3 +178,33 @@ def test_options_of_samplers_reach_the_engine(client: ollama.Client, live: Live)
     assert live.engine.seen[-1][1].extra_args == options
     client.generate("M", "hello", raw=True, options={"typical_p": 1.0, "mirostat": 0})
     assert live.engine.seen[-1][1].extra_args is None
+
+
+def test_times_of_a_whole_answer_are_those_of_the_engine(client: ollama.Client) -> None:
+    """Clients divide the tokens by `eval_duration`: it must not be the time of writing JSON."""
+    from modulm_route_ollama.answers import Clock
+
+    clock = Clock(started=1.0)
+    clock.token(3.0)
+    figures = clock.figures(5, 7)
+    assert figures["prompt_eval_duration"] == 2_000_000_000
+    assert figures["eval_duration"] == figures["total_duration"] - 2_000_000_000
+    whole = client.chat("M", asked("hello"))
+    assert 0 < whole.prompt_eval_duration < whole.total_duration
+
+
+def test_bodies_as_curl_sends_them(live: Live) -> None:
+    """Ollama's pages show curl without a content type. A page in a browser names its origin."""
+    body = b'{"model": "M", "prompt": "hello", "stream": false, "think": "very"}'
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    local = {**form, "Origin": "http://localhost"}
+    site = {**form, "Sec-Fetch-Site": "same-site"}
+    with live.client() as http:
+        answer = http.post("/api/generate", content=body, headers=form)
+        wrong = "think must be one of high, low, max, medium, true, false, not 'very'"
+        assert (answer.status_code, answer.json()) == (400, {"error": wrong})
+        whole = http.post("/api/generate", content=body.replace(b"very", b"low"), headers=form)
+        assert whole.json()["response"] == "Hello there."
+        for headers in (local, site):
+            assert http.post("/api/generate", content=body, headers=headers).status_code == 415
+        assert http.post("/v1/completions", content=body, headers=form).status_code == 415

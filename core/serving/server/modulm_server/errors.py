@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -59,6 +60,8 @@ _PRIVATE = re.compile(
 _LONGEST = 2000
 #: Characters of an error message in a log line.
 _SHOWN = 500
+#: Characters of a path that is compared with those of the routes.
+_LONGEST_PATH = 64
 #: The status of a request whose client has disconnected.
 _GONE = 499
 
@@ -170,8 +173,29 @@ def _describe_known(error: Exception, context: _Context) -> ApiError:
 
 
 def http_error(error: HTTPException) -> ApiError:
-    """Convert an error of the framework, such as an unknown route or method."""
+    """Convert an error of the framework, such as an invalid form."""
     return ApiError(error.status_code, str(error.detail), headers=error.headers)
+
+
+def _route_error(error: HTTPException, scope: Scope) -> ApiError:
+    """Describe an unknown path or method, with what is served instead."""
+    described, path = http_error(error), scope["path"]
+    if error.status_code == 405 and "Allow" in described.headers:
+        methods = described.headers["Allow"]
+        described.message = f"{escape(path)} takes {methods}, not {scope['method']}"
+    elif error.status_code == 404 and error.detail == "Not Found":
+        described.message = f"there is no {scope['method']} {escape(path)} here{_hint(path, scope)}"
+    return described
+
+
+def _hint(path: str, scope: Scope) -> str:
+    """Name the most similar path that is served; otherwise, say where all are listed."""
+    routes = scope["app"].routes if "app" in scope else ()
+    served = {route.path for route in routes if hasattr(route, "path")} - {path}
+    close = get_close_matches(path, served, 1, 0.8) if len(path) <= _LONGEST_PATH else []
+    if close:
+        return f"; did you mean {close[0]}?"
+    return "; GET /docs lists the routes" if "/docs" in served else ""
 
 
 def model_error(model: str) -> ApiError:
@@ -210,7 +234,10 @@ def respond(error: ApiError, body: Callable[[ApiError], Any] = error_body) -> Re
 def report(error: Exception, scope: Scope, stacks: bool = False) -> ApiError:
     """Log an exception, and describe it for the client."""
     reference = scope.get("modulm.id", "")
-    api_error = describe(error, reference)
+    if isinstance(error, HTTPException):
+        api_error = _route_error(error, scope)
+    else:
+        api_error = describe(error, reference)
     if api_error.status >= 500 and not isinstance(error, ApiError):
         log.error(
             "request %s to %s failed: %s: %s",

@@ -591,7 +591,9 @@ class Running:
     def _renamed(self, error: RequestError) -> RequestError:
         """Replace the engine's field name in an error by the client's."""
         if field_name := self._fields.get(error.param or ""):
-            error.message = error.message.replace(error.param or "", field_name, 1)
+            kind = field_name.removeprefix("guided_")  # guided_regex is structured_outputs.regex
+            for own in (f"{error.param}.{kind}", str(error.param)):
+                error.message = error.message.replace(own, field_name, 1)
             error.args, error.param = (error.message,), field_name
         return error
 

@@ -46,6 +46,8 @@ log = logging.getLogger("modulm_server")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 _PATH = re.compile(r" - at `(?:key in )?\$?\.?(.*)`$")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_ITEMS = ("items", "additionalProperties")
 _DEPTH = 128
 _LIMITS = RequestLimits()
 #: Bytes from which a body is read in a thread, from which it is in that for long ones, and bytes to
@@ -62,16 +64,18 @@ def bad_field(param: str | None, message: str, code: str | None = None) -> ApiEr
     return ApiError(400, message, param=param, code=code)
 
 
-async def read(request: Request, schema: type[_Body]) -> _Body:
+async def read(request: Request, schema: type[_Body], *, typed: bool = True) -> _Body:
     """Read the body of a request. Raises ApiError: 400, or 415 for a content type but JSON.
 
-    The content type matters because browsers let any page send other types to any server.
+    The content type matters because browsers let any page send other types to any server. typed:
+    False also accepts other types from clients that are no browser, such as curl's default type.
     """
     kinds = [
         header.partition(";")[0].strip().lower()
         for header in request.headers.getlist("content-type")
     ]
-    if len(kinds) != 1 or not (kinds[0] == "application/json" or kinds[0].endswith("+json")):
+    is_json = len(kinds) == 1 and (kinds[0] == "application/json" or kinds[0].endswith("+json"))
+    if not is_json and (typed or _is_from_browser(request.headers)):
         raise ApiError(415, "the body must be JSON: send Content-Type: application/json")
     body = await body_of(request)
     decoded = request.scope.get("modulm.json")
@@ -79,6 +83,13 @@ async def read(request: Request, schema: type[_Body]) -> _Body:
         return decode(body, schema) if decoded is None else to_struct(decoded, schema)
     work = partial(decode, body) if decoded is None else partial(to_struct, decoded)
     return await asyncio.get_running_loop().run_in_executor(_thread(len(body)), work, schema)
+
+
+def _is_from_browser(headers: Mapping[str, str]) -> bool:
+    """Whether a web page may have sent a POST: browsers name the page, and pages cannot prevent
+    it (Fetch standard, 3.2; Fetch Metadata).
+    """
+    return "origin" in headers or "sec-fetch-site" in headers
 
 
 async def body_of(request: Request) -> bytes:
@@ -152,7 +163,7 @@ def to_struct(value: Mapping[str, Any], schema: type[_Body], *, strict: bool = T
     try:
         struct = msgspec.convert(value, schema, strict=strict)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
+        raise _invalid(str(error), schema) from error
     _report_unknown(value, schema)
     return struct
 
@@ -220,6 +231,8 @@ def _check_integers(value: Any) -> None:
 
 
 def _parse(body: bytes) -> Any:
+    if not body:
+        raise bad_field(None, "the body is empty: send a JSON object", "invalid_json")
     try:
         return msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -236,7 +249,8 @@ def _second_look(body: bytes, first: Exception) -> Any:
         raise bad_field(None, f"the body is not valid JSON: {first}", "invalid_json") from first
     for path, number in _numbers(value, "", 0):
         if isinstance(number, float) and not math.isfinite(number):
-            raise bad_field(_top(path), f"{path} must be a finite number") from first
+            message = f"{path} is {number}, which is not valid JSON: send a finite number"
+            raise bad_field(_top(path), message) from first
     raise bad_field(None, f"the body is not valid JSON: {first}", "invalid_json") from first
 
 
@@ -253,14 +267,36 @@ def _numbers(value: Any, path: str, depth: int) -> Iterator[tuple[str, float]]:
             yield from _numbers(item, f"{path}[{index}]", depth + 1)
 
 
-def _invalid(message: str) -> ApiError:
+def _invalid(message: str, schema: type[msgspec.Struct]) -> ApiError:
+    """Describe an error of msgspec, with the path of the field at first."""
     match = _PATH.search(message)
-    path = match.group(1) if match else ""
-    if not path:
-        missing = re.search(r"required field `(\w+)`", message)
-        path = missing.group(1) if missing else ""
-        return bad_field(path or None, message)
-    return bad_field(_top(path), f"{path}: {message[: match.start()] if match else message}")
+    path, message = (match[1], message[: match.start()]) if match else ("", message)
+    if missing := _MISSING.fullmatch(message):
+        path = f"{path}.{missing[1]}".lstrip(".")
+        return bad_field(_top(path), f"{path} is required")
+    if message.startswith("Invalid enum value"):
+        values = ", ".join(map(str, _values_at(_body_schema(schema), path)))
+        message = f"must be one of {values}, not {message.removeprefix('Invalid enum value ')}"
+        return bad_field(_top(path), f"{path} {message}")
+    return bad_field(_top(path) or None, f"{path}: {message}" if path else message)
+
+
+def _values_at(shape: Any, path: str) -> list[Any]:
+    """Return the values that a JSON schema allows at a path such as `a.b[0]` or `a[...]`."""
+    shapes = [shape]
+    for name in re.findall(r"\w+|\[", path):
+        within = [part for shape in shapes for part in _alternatives(shape)]
+        if name == "[" or name == "...":
+            shapes = [part[key] for part in within for key in _ITEMS if key in part]
+        elif not name.isdigit():
+            shapes = [p["properties"][name] for p in within if name in p.get("properties", {})]
+    found = [part for shape in shapes for part in _alternatives(shape)]
+    values = [value for part in found for value in part.get("enum", ()) if value is not None]
+    return values + ["true", "false"] * any(part.get("type") == "boolean" for part in found)
+
+
+def _alternatives(shape: Mapping[str, Any]) -> list[Any]:
+    return [shape, *shape.get("anyOf", ())]
 
 
 def _top(path: str) -> str:

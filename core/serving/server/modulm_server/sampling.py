@@ -202,11 +202,12 @@ def shortened(prompt: Prompt, body: SamplingFields) -> Prompt:
     return evolve(prompt, ids=prompt.ids[:most], text=None)
 
 
-def reject_unsupported(body: Struct, *names: str) -> None:
-    """Raise ApiError(400) for known fields that are not supported yet."""
+def reject_unsupported(body: Struct, *names: str, instead: str = "") -> None:
+    """Raise ApiError(400) for fields that are not supported yet. instead: the field to use."""
+    fix = f"Use {instead} instead." if instead else "Leave it out."
     for name in names:
         if getattr(body, name):
-            raise bad_field(name, f"Not supported yet: {name}. Leave it out.", "unsupported")
+            raise bad_field(name, f"Not supported yet: {name}. {fix}", "unsupported")
 
 
 def sampling_params(

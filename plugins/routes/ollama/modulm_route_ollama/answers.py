@@ -33,10 +33,10 @@ class Clock:
     started: float = field(factory=time.monotonic)
     first: float | None = None
 
-    def token(self) -> None:
-        """Record the first token."""
+    def token(self, generated: float | None = None) -> None:
+        """Record the first token. generated: when the engine returned it; otherwise it is now."""
         if self.first is None:
-            self.first = time.monotonic()
+            self.first = time.monotonic() if generated is None else generated
 
     def figures(self, prompt: int, generated: int) -> dict[str, Any]:
         """The statistics of a response's last line. Load time is 0."""

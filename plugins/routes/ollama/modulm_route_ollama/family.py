@@ -170,7 +170,7 @@ class Ollama(RouteFamily):
 
     async def show(self, request: Request) -> Response:
         """Describe a model."""
-        body = await read(request, NamedRequest)
+        body = await read(request, NamedRequest, typed=False)
         name = body.model or body.name or ""
         directory = self.context.directory
         if directory is not None:
@@ -185,7 +185,7 @@ class Ollama(RouteFamily):
     async def create(self, request: Request) -> Response:
         """Create a model from another one or from uploaded files, as a Modelfile says."""
         self._library.check_writable()
-        body = await read(request, CreateRequest)
+        body = await read(request, CreateRequest, typed=False)
         name = self._library.target(body.model or body.name)
         if body.messages:
             raise bad_field("messages", "messages are not supported: send them with each request")
@@ -205,7 +205,7 @@ class Ollama(RouteFamily):
     async def copy(self, request: Request) -> Response:
         """Copy a model. The copy needs no more room."""
         self._library.check_writable()
-        body = await read(request, CopyRequest)
+        body = await read(request, CopyRequest, typed=False)
         target = self._library.target(body.destination, "destination")
         await self._library.copy(body.source.removesuffix(":latest"), target, owner_of(request))
         return Response(status_code=200)
@@ -213,7 +213,7 @@ class Ollama(RouteFamily):
     async def delete(self, request: Request) -> Response:
         """Unload a model when its running requests have ended, and remove its files."""
         self._library.check_writable()
-        body = await read(request, NamedRequest)
+        body = await read(request, NamedRequest, typed=False)
         await self._library.delete(body.model or body.name or "", owner_of(request))
         return Response(status_code=200)
 
@@ -221,7 +221,7 @@ class Ollama(RouteFamily):
         """Download a model from the hub. A server whose models cannot be changed succeeds for those
         that it has.
         """
-        body = await read(request, NamedRequest)
+        body = await read(request, NamedRequest, typed=False)
         name = body.model or body.name or ""
         if self._library.writable:
             return await self._progress(self._library.pull(name), body.stream)
@@ -237,7 +237,7 @@ class Ollama(RouteFamily):
     async def push(self, request: Request) -> Response:
         """Upload a model to the hub, with the server's token."""
         self._library.check_writable()
-        body = await read(request, NamedRequest)
+        body = await read(request, NamedRequest, typed=False)
         name = self._library.target(body.model or body.name)
         self._library.check_known(name, owner_of(request))
         return await self._progress(self._library.push(name), body.stream)
@@ -285,7 +285,7 @@ class Ollama(RouteFamily):
 
     async def chat(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
-        body = await read(request, ChatRequest)
+        body = await read(request, ChatRequest, typed=False)
         adapter = await self._served(body.model)
         if not body.messages:
             return self._empty_answer(body, {"message": {"role": "assistant", "content": ""}})
@@ -315,7 +315,7 @@ class Ollama(RouteFamily):
 
     async def generate(self, request: Request) -> Response:
         """Complete a prompt, by default in the model's chat template."""
-        body = await read(request, GenerateRequest)
+        body = await read(request, GenerateRequest, typed=False)
         adapter = await self._served(body.model)
         if not body.prompt and not body.context:
             return self._empty_answer(body, {"response": ""})
@@ -396,7 +396,7 @@ class Ollama(RouteFamily):
 
     async def _whole(self, job: _Job, started: RunningTurn) -> dict[str, Any]:
         output, (message,) = await started.messages()
-        job.clock.token()
+        job.clock.token(None if output.metrics is None else output.metrics.first_token_time)
         parsed: ParsedMessage = message.parsed
         message_fields: dict[str, Any] = {"content": parsed.content or ""}
         if parsed.reasoning is not None:
@@ -428,7 +428,7 @@ class Ollama(RouteFamily):
 
     async def embed(self, request: Request) -> Response:
         """Compute one embedding per text."""
-        body = await read(request, EmbedRequest)
+        body = await read(request, EmbedRequest, typed=False)
         await self._served(body.model)
         clock = Clock()
         vectors, tokens = await self._vectors(body.input, body.truncate, body.dimensions)
@@ -444,7 +444,7 @@ class Ollama(RouteFamily):
 
     async def embeddings(self, request: Request) -> Response:
         """Compute the embedding of one text, for older clients."""
-        body = await read(request, EmbeddingsRequest)
+        body = await read(request, EmbeddingsRequest, typed=False)
         await self._served(body.model)
         vectors, _ = await self._vectors(body.prompt, True, None)
         answer: Embedding = {"embedding": vectors[0]}

@@ -276,7 +276,8 @@ class Chat:
     def _check_supported(self, body: ChatRequest) -> None:
         """Raise ApiError(400) for unsupported fields and values."""
         reject_unsupported(body, "prediction", "web_search_options")
-        reject_unsupported(body, "functions", "function_call")
+        reject_unsupported(body, "functions", instead="tools")
+        reject_unsupported(body, "function_call", instead="tool_choice")
         if body.service_tier not in (None, "auto", "default"):
             raise bad_field("service_tier", "service_tier must be auto or default")
         if body.top_logprobs and not body.logprobs:

@@ -258,8 +258,8 @@ class Pooling(RouteFamily):
         if not set(tasks) & set(offered):
             raise bad_field(
                 "model",
-                f"{model.name} is served for {', '.join(offered)}, not for {' or '.join(tasks)}: "
-                "serve a pooling model, or this one with --runner pooling",
+                f"model {model.name!r} does not support {' or '.join(tasks)}, only "
+                f"{', '.join(offered)}: serve a pooling model, or this one with --runner pooling",
                 "unsupported",
             )
         return model
