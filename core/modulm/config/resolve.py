@@ -125,9 +125,9 @@ def _check_name(spec: Flag, name: str, plugins: PluginManager) -> None:
         plugins.find(str(spec.kind), name)
     except PluginError as error:
         known = [*spec.choices, *(declared.name for declared in plugins.names(str(spec.kind)))]
-        told = isinstance(error, PluginConflict) or "did you mean" in str(error)
-        hint = "" if told else suggest(name, known)
-        if not hint and not told and len(known) <= _LISTED:
+        has_hint = isinstance(error, PluginConflict) or "did you mean" in str(error)
+        hint = "" if has_hint else suggest(name, known)
+        if not (hint or has_hint or "; installed: " in str(error)) and len(known) <= _LISTED:
             hint = f"; available: {', '.join(sorted(known))}"
         raise ConfigError(spec.name, f"{error}{hint}") from error
 

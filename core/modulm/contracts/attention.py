@@ -42,10 +42,9 @@ class AttentionSpec:
     One head of `latent + rope` values per token is cached; its first `latent` entries are the
     values. 0: keys and values are cached separately.
 
-    kv_dtype: name of a torch dtype. Floats are rounded to it. "int8" stores keys and values per
-    token and head as integers times max |x| / 127, "int4" times max |x| / 7, "fp8_per_token_head"
-    as e4m3 times max |x| / 448. "nvfp4", "nvfp4_4over6" and the latents "fp8_ds_mla" and
-    "nvfp4_ds_mla" are vLLM's formats, whose twin is in modulm-attention-sdpa. With `scales`, keys
+    kv_dtype: name of a torch dtype, or of a format that the backend defines. Floats are rounded to
+    it. "int8" stores keys and values per token and head as integers times max |x| / 127, "int4"
+    times max |x| / 7. `rejects` refuses names that the backend does not know. With `scales`, keys
     are divided by `AttentionInputs.k_scale` and values by `v_scale` before they are stored.
 
     Fields with a default are features, see `features`. `sinks`, `alibi`, `biases` and `scales`

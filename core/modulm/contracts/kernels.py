@@ -58,7 +58,7 @@ class KernelProvider(ABC):
 
 
 class RecordedForward(ABC):
-    """A forward pass that records steps of fixed shapes at startup (CUDA graphs).
+    """A forward pass that records steps of fixed shapes at startup (device graphs).
 
     Other steps are padded to a recorded shape with rows that see only the null block, or run
     without recording. A recorder that records steps as they occur is a plain `Forward`.

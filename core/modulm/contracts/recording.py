@@ -1,4 +1,4 @@
-"""How a step's values describe themselves to recorders (CUDA graphs, replayed kernel calls)."""
+"""How a step's values describe themselves to recorders (device graphs, replayed kernel calls)."""
 
 from __future__ import annotations
 

@@ -166,8 +166,8 @@ class Choices:
 
     def _method(self, name: str, table: Mapping[str, Any], ops: Ops) -> QuantizationMethod:
         driver: type[QuantizationMethod] = self.plugins.load("quantization", name)
-        given = {**table, **self.config.device.options("quantization", name)}
-        method = driver(self.plugins.options("quantization", name, given), self.platform, ops)
+        options = {**table, **self.config.device.options("quantization", name)}
+        method = driver(self.plugins.options("quantization", name, options), self.platform, ops)
         method.flags = self.config
         return method
 

@@ -194,8 +194,10 @@ def plan_checkpoint(built: _Built, checkpoint: Checkpoint) -> WeightPlan:
     shared = built.shared
     made_up = built.loader.expect(expected_tensors(shared.units))
     names = None if made_up else partial(model_names, built.model.weights(built.settings), built)
-    index = built.loader.index()
-    return plan_weights(shared.units, index, names, str(checkpoint.path), shared.elsewhere)
+    where, requested = str(checkpoint.path), built.choices.config.model.quantization
+    if requested is not None and not checkpoint.info.quantization:
+        where += f" (--quantization is {requested}; config.json has no quantization_config)"
+    return plan_weights(shared.units, built.loader.index(), names, where, shared.elsewhere)
 
 
 def model_names(

@@ -69,7 +69,7 @@ class Shared:
     masks: bool = False
     adapters: AdapterBank | None = None
     #: Bank that is only notified of layers in other pipeline stages.
-    told: AdapterBank | None = None
+    notified_adapters: AdapterBank | None = None
     config: EngineConfig | None = None
     #: The method of unquantized layers.
     plain: QuantizationMethod | None = None
@@ -100,9 +100,9 @@ class Builder:
         """Return this builder, or for other pipeline stages one that only records names."""
         if here:
             return self
-        units, away = self.shared.units, self.shared.elsewhere
+        units, away, adapters = self.shared.units, self.shared.elsewhere, self.shared.adapters
         shared = evolve(self.shared, caches=[], units=away, elsewhere=units)
-        return evolve(self, shared=evolve(shared, adapters=None, told=self.shared.adapters))
+        return evolve(self, shared=evolve(shared, adapters=None, notified_adapters=adapters))
 
     def name(self, path: str) -> str:
         """Return the full weight name of `path`."""
@@ -407,8 +407,8 @@ class Builder:
 
     def _method(self, spec: LinearSpec) -> QuantizationMethod:
         """Return a layer's quantization method, wrapped by adapters. All layers pass here."""
-        if self.shared.told is not None:
-            self.shared.told.elsewhere(spec)
+        if self.shared.notified_adapters is not None:
+            self.shared.notified_adapters.elsewhere(spec)
         return adapted(self.shared.choose_method(spec), spec, self.shared.adapters)
 
     def _unit_of(self, module: Module) -> Unit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
@@ -32,16 +32,15 @@ def read_config(table: Mapping[str, Any], into: type[T], file: str = "config.jso
     class's default. A class may define `ALIASES`, alternative names of keys, or a method
     `from_table` that reads the table. Raises CheckpointError naming the file and the key.
     """
-    own = getattr(into, "from_table", None)
-    if own is not None:
-        read: T = own(table, file)
-        return read
-    said = model_keys(into.__module__.partition(".")[0]).get(str(table.get("model_type")), {})
-    meant = {key: value for key, value in table.items() if key not in said.get("unknown", ())}
+    reader: Callable[[Mapping[str, Any], str], T] | None = getattr(into, "from_table", None)
+    if reader is not None:
+        return reader(table, file)
+    by_type = model_keys(into.__module__.partition(".")[0]).get(str(table.get("model_type")), {})
+    known = {key: value for key, value in table.items() if key not in by_type.get("unknown", ())}
     aliases: Mapping[str, str] = getattr(into, "ALIASES", {})
     named = {
         aliases.get(key, key): value
-        for keys in (said.get("defaults", {}), meant)
+        for keys in (by_type.get("defaults", {}), known)
         for key, value in keys.items()
     }
     described: Any = into
@@ -53,7 +52,7 @@ def read_config(table: Mapping[str, Any], into: type[T], file: str = "config.jso
     try:
         for key in kinds:
             _check_number(key, named.get(key))
-        if meant.get("per_layer_config") and "per_layer_config" not in kinds:
+        if known.get("per_layer_config") and "per_layer_config" not in kinds:
             raise ValueError("per_layer_config: different keys per layer: not supported yet")
         return structure_table(named, into, open_ended=True)
     except ValueError as problem:

@@ -1,4 +1,4 @@
-"""Fixed buffers for recorded steps (CUDA graphs, replayed kernel calls)."""
+"""Fixed buffers for recorded steps (device graphs, replayed kernel calls)."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class FixedInputs(Generic[StepT]):
     def put(self, step: StepT) -> None:
         """Copy the values of another step of the same signature."""
         torch._foreach_copy_(self._tensors, list(step.tensors()), non_blocking=True)
-        for index, (held, given) in enumerate(zip(self._tables, step.tables(), strict=True)):
-            width, before = given.shape[1], self._widths[index]
-            held[:, :width].copy_(given, non_blocking=True)
+        for index, (buffer, table) in enumerate(zip(self._tables, step.tables(), strict=True)):
+            width, before = table.shape[1], self._widths[index]
+            buffer[:, :width].copy_(table, non_blocking=True)
             if width < before:
-                held[:, width:before] = 0
+                buffer[:, width:before] = 0
             self._widths[index] = width

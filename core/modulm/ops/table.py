@@ -59,9 +59,9 @@ class OpTable:
     def recorded(self, forward: Forward) -> Forward:
         """Wrap `forward` so that steps are recorded and replayed, if a provider or platform can."""
         for recorder in self._recorders:
-            made = recorder(forward)
-            if made is not forward:
-                return made
+            recording = recorder(forward)
+            if recording is not forward:
+                return recording
         return forward
 
     def __getattr__(self, name: str) -> Op:
@@ -74,13 +74,13 @@ def twin_ops() -> Mapping[str, Op]:
     """Return the twins of all ops by name: the core's, and those of group `modulm.ops`."""
     modules = (twins, sampling_twins)
     own = {name: getattr(module, name) for module in modules for name in module.__all__}
-    plugins, brought = manager.current(), {}
+    plugins, added = manager.current(), {}
     for name in sorted({declared.name for declared in plugins.names("ops")} - own.keys()):
         try:
-            brought[name] = plugins.load("ops", name)
+            added[name] = plugins.load("ops", name)
         except PluginError as error:
             log.warning("%s", error)
-    return {**own, **brought}
+    return {**own, **added}
 
 
 def bind(

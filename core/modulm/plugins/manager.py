@@ -226,7 +226,9 @@ class PluginManager:
         close = [offers[near] for near in get_close_matches(name, names, n=3)]
         parts = [f"no installed plugin provides {kind.noun} {name!r}"]
         parts += [f"did you mean {' or '.join(close)}?"] if close else []
-        parts += [f"installed: {', '.join(names)}"] if 0 < len(names) <= _FEW and not close else []
+        listed = f"`modulm plugins list {kind.name}` lists the installed ones"
+        listed = f"installed: {', '.join(names)}" if len(names) <= _FEW else listed
+        parts += [listed] if names and not close else []
         parts += [hint] if (hint := install_hint(kind.name, name)) else []
         parts += [
             f"{d.origin} offers it as {d.kind!r}, which is no kind"

@@ -260,6 +260,13 @@ def test_names_without_a_published_format_are_refused(plain):
         scores(plain, kv_cache_dtype="fp8_ds_mla")
 
 
+def test_a_format_of_no_backend_is_refused_with_those_that_each_has(plain):
+    """The flag takes any name, since packages bring backends with formats of their own."""
+    message = "kv_cache_dtype: .*cpu_paged: supports KV caches in bfloat16, .*int8, not bits"
+    with pytest.raises(ModulmError, match=message):
+        scores(plain, kv_cache_dtype="bits")
+
+
 def test_int4_takes_a_quarter_and_stays_near(plain):
     exact = scores(plain, attention_backend="sdpa")
     errors = {}

@@ -112,3 +112,11 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     nowhere = run("list", "--download-dir", str(tmp_path / "nowhere"))
     assert nowhere.exit_code == 1
     assert "modulm pull" in nowhere.output
+
+
+def test_models_that_are_not_there_and_servers_that_do_not_answer(tmp_path: Path) -> None:
+    removed = run("rm", "me/none", "--download-dir", str(tmp_path))
+    assert "me/none is not in the cache, which is empty" in removed.output
+    shown = run("ps", "--url", "http://127.0.0.1:9")
+    assert "no answer from http://127.0.0.1:9: " in shown.output
+    assert shown.output.endswith("; --url names another server\n")

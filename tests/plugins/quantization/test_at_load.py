@@ -10,7 +10,7 @@ from samples import parametrize_sample, sample
 
 from modulm import LLM, SamplingParams
 from modulm.cli.main import main
-from modulm.errors import ConfigError
+from modulm.errors import CheckpointError, ConfigError
 from modulm.testing.checkpoints import make_tiny
 
 PROMPT = "The quick brown fox jumps over the lazy dog and the capital of France is"
@@ -129,3 +129,9 @@ def test_explain_names_the_scheme_of_each_layer(checkpoint, capsys):
 def test_unknown_activations_are_refused(checkpoint):
     with pytest.raises(ConfigError, match="activations.*must be in.*int3"):
         open_llm(checkpoint, quantization="int8", quantization_config={"activations": "int3"})
+
+
+def test_a_stored_format_for_a_plain_checkpoint_is_named(checkpoint):
+    message = r"\(--quantization is awq; config.json has no quantization_config\): the weights"
+    with pytest.raises(CheckpointError, match=message):
+        open_llm(checkpoint, quantization="awq", quantization_config={"group_size": 32})

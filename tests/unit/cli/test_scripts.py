@@ -101,7 +101,11 @@ REFUSED = [
     ("serve m --num-lookahead-slots 2", "--num-lookahead-slots: refused: use --speculative-con"),
     ("serve m --otlp-traces-endpoint a:1", "--otlp-traces-endpoint: 'a:1' must begin with http:"),
     ("serve m --collect-detailed-traces all", "--collect-detailed-traces: not supported yet"),
-    ("serve m --tool-call-parser none-such", "--tool-call-parser: no installed plugin"),
+    (
+        "serve m --tool-call-parser none-such",
+        "tool parser 'none-such'; `modulm plugins list tool_parsers` lists the installed ones",
+    ),
+    ("serve m --attention-backend none-such", "'none-such'; installed: cpu_paged, flash_attn,"),
     ("serve m --max-model-len many", "--max-model-len"),
     ("serve m --max-modl-len 5", "No such option '--max-modl-len'"),
     ("serve m --model-lenght 5", "Did you mean one of: '--max-model-len'"),

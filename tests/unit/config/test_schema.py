@@ -53,7 +53,11 @@ def group_of(spec: Flag) -> type[FlagGroup]:
 def test_every_core_group_is_an_attribute_of_the_config() -> None:
     config = EngineConfig()
     core = {group.name: group.cls for group in catalog().groups if not group.origin}
-    assert {field.name for field in attrs.fields(EngineConfig)} == {*core, "brought", "idle"}
+    assert {field.name for field in attrs.fields(EngineConfig)} == {
+        *core,
+        "package_groups",
+        "unread",
+    }
     assert {name: type(getattr(config, name)) for name in core} == core
     assert all(config.group(cls) is getattr(config, name) for name, cls in core.items())
 

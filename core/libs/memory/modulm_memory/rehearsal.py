@@ -194,9 +194,9 @@ def _build(built: Any, *, masks: bool) -> tuple[Any, Shared]:
     shared: Shared = built.shared
     method = _NoWeights(cast("Ops", _Substituted(built.ops, fused_experts=_mix)), shared.device)
     shared = evolve(
-        shared, units=[], elsewhere=[], caches=[], ropes={}, scales=set(), adapters=None, told=None,
-        masks=masks, ops=method.ops, plain=method, choose_method=lambda spec: method,
-        choose_backend=built.choices.backends.__getitem__,
+        shared, units=[], elsewhere=[], caches=[], ropes={}, scales=set(), adapters=None,
+        notified_adapters=None, masks=masks, ops=method.ops, plain=method,
+        choose_method=lambda spec: method, choose_backend=built.choices.backends.__getitem__,
     )  # fmt: skip
     model = type(built.model)(built.settings, Builder(shared)).eval()
     for slot in (slot for unit in shared.units for slot in unit.slots):

@@ -142,7 +142,9 @@ class _Scale:
     def _tied(self, table: LinearSpec, head: LinearSpec) -> int:
         """Measure a smaller table with its tied head, and multiply by the vocabulary."""
         rows = _ROWS * self.shared.mesh.tensor.size
-        shared = evolve(self.shared, units=[], elsewhere=[], caches=[], adapters=None, told=None)
+        shared = evolve(
+            self.shared, units=[], elsewhere=[], caches=[], adapters=None, notified_adapters=None
+        )
         build = Builder(shared)
         small = build.embedding(table.name, rows, table.inputs)
         build.head(head.name, table.inputs, rows, tied=small)

@@ -107,10 +107,10 @@ def catalog() -> Catalog:
     """Return the flags of this process. Packages whose flags cannot be loaded are skipped."""
     broken: list[str] = []
     core = (Group(name, cls) for name, cls in CORE_GROUPS.items())
-    return _catalog((*core, *_brought(broken)), tuple(broken))
+    return _catalog((*core, *_package_groups(broken)), tuple(broken))
 
 
-def _brought(broken: list[str]) -> Iterator[Group]:
+def _package_groups(broken: list[str]) -> Iterator[Group]:
     """Yield the groups of packages; append to `broken` why one is skipped."""
     manager = current()
     for declaration in manager.names("flags"):

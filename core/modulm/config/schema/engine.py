@@ -42,26 +42,28 @@ class EngineConfig(contract.EngineConfig):
         """Return a copy with some fields changed, named as `flatten` returns them."""
         known = catalog()
         changed: dict[type[FlagGroup], dict[str, Any]] = {}
-        idle = dict(self.idle)
+        unread = dict(self.unread)
         for name, value in flat.items():
             owner = known.owners.get(name)
             if owner is None:
-                idle[name] = _read_idle(known, name, value)
+                unread[name] = _read_unread(known, name, value)
             else:
                 changed.setdefault(owner.cls, {})[name] = value
         groups = {
             cls: attrs.evolve(self.group(cls), **fields)  # type: ignore[misc]
             for cls, fields in changed.items()
         }
-        config = self._replaced(groups, {k: v for k, v in idle.items() if v is not None})
+        config = self._replaced(groups, {k: v for k, v in unread.items() if v is not None})
         _check_together(config)
         return config
 
-    def _replaced(self, groups: Mapping[type[FlagGroup], Any], idle: Mapping[str, Any]) -> Self:
+    def _replaced(self, groups: Mapping[type[FlagGroup], Any], unread: Mapping[str, Any]) -> Self:
         core = {_CORE[cls]: value for cls, value in groups.items() if cls in _CORE}
-        others = {**self.brought, **{k: v for k, v in groups.items() if k not in _CORE}}
-        brought = {cls: value for cls, value in others.items() if value != default_group(cls)}
-        return attrs.evolve(self, **core, brought=brought, idle=idle)
+        others = {**self.package_groups, **{k: v for k, v in groups.items() if k not in _CORE}}
+        package_groups = {
+            cls: value for cls, value in others.items() if value != default_group(cls)
+        }
+        return attrs.evolve(self, **core, package_groups=package_groups, unread=unread)
 
     def value(self, flag: str) -> Any:
         """Return the value of a flag by its flat name; its default if no installed package reads
@@ -72,7 +74,7 @@ class EngineConfig(contract.EngineConfig):
         if owner is not None:
             return getattr(self.group(owner.cls), flag)
         spec = known.known(flag)
-        return self.idle.get(flag, spec.default if spec is not None else None)
+        return self.unread.get(flag, spec.default if spec is not None else None)
 
     def values(self) -> Iterator[tuple[Flag, Any]]:
         """Yield every flag that is read, with its value."""
@@ -84,7 +86,7 @@ class EngineConfig(contract.EngineConfig):
     def changed(self) -> dict[str, Any]:
         """Return the flags that differ from their defaults, by flat name."""
         read = {spec.name: value for spec, value in self.values() if spec.changed(value)}
-        return {**read, **self.idle}
+        return {**read, **self.unread}
 
     def notices(self) -> tuple[Notice, ...]:
         """Return notices about flags that are deprecated or have no effect."""
@@ -150,7 +152,7 @@ def _spread(known: Catalog, table: str, value: Any) -> dict[str, Any]:
     return parts
 
 
-def _read_idle(known: Catalog, name: str, value: Any) -> Any:
+def _read_unread(known: Catalog, name: str, value: Any) -> Any:
     spec = known.known(name)
     if spec is None:
         raise ConfigError(name, "is not a flag")

@@ -56,8 +56,6 @@ def _section(table: Mapping[str, Any]) -> Iterator[KnownFlag]:
     package = table.get("package", "")
     if state is Kind.NOT_INSTALLED:
         reason += to_install(package)
-    elif package and state is Kind.NOT_YET:
-        reason = f"{reason}, to come with a package of its own"
     for names, text in table["flags"].items():
         yield evolve(_flag(names, text, state, reason), package=package)
 

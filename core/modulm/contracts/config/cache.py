@@ -35,14 +35,9 @@ class CacheConfig(FlagGroup):
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "Data type of the KV cache. auto: the model's. fp8 (fp8_e4m3) uses the checkpoint's "
-        "scales; other formats have scales of their own. ds_mla: of latents only.",
-        choices=("auto", "bfloat16", "float16", "float32", "int8", "fp8", "fp8_e4m3", "fp8_e5m2",
-                 "fp8_inc", "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head",
-                 "nvfp4", "nvfp4_4over6", "fp8_ds_mla", "nvfp4_ds_mla", "turboquant_k8v4",
-                 "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "octave_k3v4",
-                 "octave_k3v3", "octave_k3v3_compact", "ultraquant_4bit"),
-    )  # fmt: skip
+        "Data type of the KV cache: auto, the model's; another type, such as bfloat16 or int8; "
+        "fp8, with the checkpoint's scales; or a format of an installed attention backend.",
+    )
     kv_cache_dtype_skip_layers: tuple[str, ...] = flag(
         (), "Layers whose cache has the model's data type: indices, or sliding_window."
     )

@@ -66,9 +66,9 @@ def default_group(group: Any) -> Any:
 class EngineConfig(ABC):
     """The configuration of an engine and its server. Immutable.
 
-    The core's groups are attributes. brought: groups of packages that differ from their defaults;
-    read them with `group`. idle: flags that were set although no installed package reads them. Use
-    `modulm.config.EngineConfig` to create configurations.
+    The core's groups are attributes. package_groups: groups of packages that differ from their
+    defaults; read them with `group`. unread: flags that were set although no installed package
+    reads them. Use `modulm.config.EngineConfig` to create configurations.
     """
 
     model: ModelConfig = field(factory=ModelConfig)
@@ -81,13 +81,15 @@ class EngineConfig(ABC):
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
     device: DeviceConfig = field(factory=DeviceConfig)
     tool_calls: ToolCallConfig = field(factory=ToolCallConfig)
-    brought: Mapping[type[FlagGroup], FlagGroup] = field(factory=dict)
-    idle: Mapping[str, Any] = field(factory=dict)
+    package_groups: Mapping[type[FlagGroup], FlagGroup] = field(factory=dict)
+    unread: Mapping[str, Any] = field(factory=dict)
 
     def group(self, cls: type[G]) -> G:
         """Return a flag group of the core or a package: `config.group(Dice).sides`."""
         attribute = _ATTRIBUTES.get(cls)
-        values: Any = self.brought.get(cls) if attribute is None else getattr(self, attribute)
+        values: Any = (
+            self.package_groups.get(cls) if attribute is None else getattr(self, attribute)
+        )
         group: G = default_group(cls) if values is None else values
         return group
 

@@ -62,32 +62,7 @@ class LLMFlags(TypedDict, total=False):
     image_fetch_timeout: float
     interleave_mm_strings: bool
     kernels: Sequence[str] | str | None
-    kv_cache_dtype: Literal[
-        "auto",
-        "bfloat16",
-        "float16",
-        "float32",
-        "int8",
-        "fp8",
-        "fp8_e4m3",
-        "fp8_e5m2",
-        "fp8_inc",
-        "int4_per_token_head",
-        "int8_per_token_head",
-        "fp8_per_token_head",
-        "nvfp4",
-        "nvfp4_4over6",
-        "fp8_ds_mla",
-        "nvfp4_ds_mla",
-        "turboquant_k8v4",
-        "turboquant_4bit_nc",
-        "turboquant_k3v4_nc",
-        "turboquant_3bit_nc",
-        "octave_k3v4",
-        "octave_k3v3",
-        "octave_k3v3_compact",
-        "ultraquant_4bit",
-    ]
+    kv_cache_dtype: str
     kv_cache_dtype_skip_layers: Sequence[str] | str
     kv_cache_memory_bytes: int | None
     language_model_only: bool

@@ -77,8 +77,8 @@ def remove(models: tuple[str, ...], yes: bool, download_dir: str | None) -> None
     cached = {model.repo_id: model for model in _models(cache)}
     missing = [name for name in models if name not in cached]
     if missing:
-        known = ", ".join(cached) or "nothing"
-        raise click.ClickException(f"{', '.join(missing)} is not in the cache, which has: {known}")
+        known = f"which has {', '.join(cached)}" if cached else "which is empty"
+        raise click.ClickException(f"{', '.join(missing)} is not in the cache, {known}")
     commits = [
         revision.commit_hash
         for name in dict.fromkeys(models)

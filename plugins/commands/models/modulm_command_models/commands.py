@@ -140,7 +140,8 @@ def _ask(
     try:
         answer = httpx.request(method, base + path, json=body, headers=headers, timeout=timeout)
     except httpx.HTTPError as error:
-        raise click.ClickException(f"no answer from {base}: {error}") from error
+        message = f"no answer from {base}: {error}; --url names another server"
+        raise click.ClickException(message) from error
     if answer.is_error:
         raise click.ClickException(_reason(answer, path))
     return answer.json()
