@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -49,6 +49,16 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxedRenderer]:
     renderer.close()
 
 
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process must not read templates."""
+
+    def never(*args: Any, **keywords: Any) -> Any:
+        raise AssertionError("a checkpoint's template was parsed by this process")
+
+    monkeypatch.setattr("modulm_chat.templates.parse_template", never)
+
+
 #: What no clock in loops ends: one expression, or few, that take minutes or gigabytes.
 BOMBS = {
     "power": "{{ (9**(9**8)) % 7 }}",
@@ -61,15 +71,13 @@ BOMBS = {
 
 @parametrize_sample("name", BOMBS, every=6)
 def test_a_checkpoints_template_has_limits(
-    tokenizer: Tokenizer, short: SandboxedRenderer, name: str
+    tokenizer: Tokenizer, short: SandboxedRenderer, elsewhere: None, name: str
 ) -> None:
     """It costs this process no time and no memory; the next conversation is rendered."""
     short.render("{{ 1 }}", {})
     first = short._worker
-    began = time.process_time()
     with pytest.raises(TemplateFailed, match="too long or too much memory|cannot render"):
         encode_chat(HELLO, tokenizer=evolve(tokenizer, chat_template=BOMBS[name]))
-    assert time.process_time() - began < 0.25
     assert first is not None
     assert first.poll() is not None, "ended"
     _, text = encode_chat(
@@ -79,12 +87,8 @@ def test_a_checkpoints_template_has_limits(
 
 
 def test_checkpoints_templates_are_rendered_and_read_elsewhere(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, elsewhere: None
 ) -> None:
-    def never(*args: Any, **keywords: Any) -> Any:
-        raise AssertionError("a checkpoint's template was parsed by this process")
-
-    monkeypatch.setattr("modulm_chat.templates.parse_template", never)
     several = {"default": "{% for p in messages[0].content %}[{{ p.text }}]{% endfor %}",
                "tool_use": "{{ tools | length }} {{ messages[0].content }}"}  # fmt: skip
     named = evolve(tokenizer, chat_template=several)
@@ -128,6 +132,16 @@ def test_the_process_of_checkpoints_lasts() -> None:
     worker = renderer._worker
     for index in range(600):
         assert renderer.render("{{ n }}", {"n": index}) == str(index)
+    assert renderer._worker is worker
+
+
+def test_signals_of_the_terminal_are_for_the_server(renderer: SandboxedRenderer) -> None:
+    """While it drains, it still renders what it has accepted."""
+    renderer.render("{{ 1 }}", {})
+    worker = renderer._worker
+    for number in (signal.SIGINT, signal.SIGHUP):
+        worker.send_signal(number)  # type: ignore[union-attr]
+        assert renderer.render("{{ 2 }}", {}) == "2"
     assert renderer._worker is worker
 
 

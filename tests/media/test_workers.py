@@ -102,6 +102,16 @@ def test_pixels_are_reserved_before_they_are_decoded(workers):
     assert set(workers._all) == before
 
 
+def test_signals_of_the_terminal_are_for_the_server(workers):
+    """While it drains, it still decodes for requests that it has accepted."""
+    workers.decode("image", RED, {})
+    (worker,) = workers._all
+    for number in (signal.SIGINT, signal.SIGHUP):
+        os.kill(worker._process.pid, number)
+        assert workers.decode("image", RED, {}).size == (6, 4)
+    assert workers._all == {worker}
+
+
 def test_a_process_that_dies_is_replaced(workers):
     workers.decode("image", RED, {})
     (worker,) = workers._all

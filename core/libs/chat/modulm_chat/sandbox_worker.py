@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ def _serve(memory: int, output: int) -> None:
     """Answer one request per line with one line each, until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
+        signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin.buffer:
         question = json.loads(line)
         # A CPU limit ends the worker even if its parent is gone.

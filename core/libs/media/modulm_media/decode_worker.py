@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import struct
 import sys
 import time
@@ -114,6 +115,8 @@ def _serve(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     Image.MAX_IMAGE_PIXELS = None
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
+        signal.signal(number, signal.SIG_IGN)
     os.nice(5)  # tokens of running streams come first
     while (question := read_head(sys.stdin.buffer)) is not None:
         data = sys.stdin.buffer.read(question["size"])

@@ -245,5 +245,7 @@ def _next(stream: Any) -> list[Any] | None:
 
 if __name__ == "__main__":
     os.nice(5)
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal, for the owner
+        signal.signal(number, signal.SIG_IGN)
     with suppress(BrokenPipeError):
         _serve(socket.socket(fileno=int(sys.argv[1])))

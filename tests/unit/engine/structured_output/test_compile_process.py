@@ -143,6 +143,14 @@ def test_ordinary_constraints_start_no_process(compiler: ConstraintCompiler) -> 
     assert compiler.processes._idle == []
 
 
+def test_signals_of_the_terminal_are_for_the_server(compiler: ConstraintCompiler) -> None:
+    """While it drains, it still compiles for requests that it has accepted."""
+    first = pid_of(compiler)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        os.kill(first, number)
+        assert pid_of(compiler) == first
+
+
 def test_where_no_process_can_have_the_plugins(
     tokenizer: Tokenizer, plugins: PluginManager, caplog: pytest.LogCaptureFixture
 ) -> None:
