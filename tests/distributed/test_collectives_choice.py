@@ -41,7 +41,7 @@ def test_two_processes_fall_back_to_gloo(tmp_path):
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE)
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=200)[0].decode() for rank in ranks]
+    outputs = [rank.communicate(timeout=300)[0].decode() for rank in ranks]
     assert outputs == ["TorchGroup [0.0, 3.0, 6.0, 9.0, 12.0]\n"] * 2
 
 

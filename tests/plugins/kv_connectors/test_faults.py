@@ -115,7 +115,7 @@ def test_a_full_disk(
 def run_killed(model: str, folder: Path, moment: int) -> subprocess.CompletedProcess[str]:
     flags = json.dumps(FLAGS | disk(folder))
     command = [sys.executable, str(KILLED), model, flags, str(moment)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
