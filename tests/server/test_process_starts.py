@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -110,6 +111,27 @@ def test_a_process_that_cannot_be_started(
                 break
             assert time.monotonic() < end, [os.readlink(one) for one in left if one.exists()]
         assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_cannot_be_killed_does_not_hold_its_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device's driver may keep a killed process. The server ends, and says so."""
+
+    def never(timeout: float) -> int:
+        raise subprocess.TimeoutExpired("engine", timeout)
+
+    machine = Machine(1, errno.EAGAIN)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", machine.start)
+        engine = EngineProcess()
+    (process,) = machine.processes
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "wait", never)
+        engine.close()
+    assert f"process {process.pid} was killed and has not ended" in caplog.text
+    assert not Path(engine.address).parent.exists()
+    assert process.wait() == -signal.SIGKILL
 
 
 def test_a_server_process_is_restarted_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ module therefore imports nothing heavy.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import signal
 import socket
@@ -28,10 +29,15 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineProcess", "address_of", "connect"]
 
+log = logging.getLogger("modulm.engine")
+
 #: The module that the process runs.
 _MODULE = "modulm_server.engine.engine_process"
 #: Seconds that a process has to end after it was asked to.
 _GRACE = 5.0
+#: Seconds to wait for a killed process. On a busy machine that takes a while; one that is held by a
+#: device's driver may not end at all.
+_KILLED = 20.0
 #: Seconds to wait for its last output.
 _LAST_OUTPUT = 1.0
 #: Seconds in which another machine must answer.
@@ -148,7 +154,10 @@ class EngineProcess:
             self._process.wait(_GRACE)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(_KILLED)
+            except subprocess.TimeoutExpired:
+                log.error("The engine's process %d was killed and has not ended yet", self.pid)
         self._printing.join(_LAST_OUTPUT)
         self._remove_folder()
 
