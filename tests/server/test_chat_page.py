@@ -412,10 +412,10 @@ def test_edit_versions_and_the_branch_that_is_sent(tab: Browser, page: Live) -> 
     tab.run("document.querySelector('article.user form').requestSubmit()")
     tab.wait(f"{IDLE} && document.querySelector('.versions')?.innerText.includes('2/2')")
     assert "first words" not in asked(page)
-    tab.click("article.assistant [aria-label='Answer again']")
+    tab.click("article.assistant [aria-label='Regenerate']")
     tab.wait(f"{IDLE} && document.querySelectorAll('.versions').length === 2")
     assert tab.text("article.assistant .versions").strip() == "2/2"
-    tab.click("article.user [aria-label='Earlier version']")
+    tab.click("article.user [aria-label='Previous version']")
     assert tab.text("article.user .said") == "first words"
     say(tab, "and then")
     assert "first words" in asked(page)
@@ -784,7 +784,7 @@ def test_several_answers_are_versions(tab: Browser) -> None:
     setting(tab, "n", "3")
     say(tab, "hello")
     assert tab.text("article.assistant .versions").strip() == "1/3"
-    tab.click("article.assistant [aria-label='Later version']")
+    tab.click("article.assistant [aria-label='Next version']")
     assert "Hello there." in tab.text("article.assistant .markdown")
 
 
@@ -808,8 +808,8 @@ def test_figures_tell_what_usage_tells(tab: Browser) -> None:
         " return described({ ...figures, waited: 0.5, seconds: 2, steps: 20 }); })"
     )
     assert content == (
-        "prompt 100 tokens (60 cached), 80.0 tokens/s · answer 21 tokens (4 of thoughts), "
-        "10.0 tokens/s · 9 drafts accepted (45 %, 1.9 tokens a step) · first after 0.50 s"
+        "prompt 100 tokens (60 cached), 80.0 tokens/s · answer 21 tokens (4 reasoning), "
+        "10.0 tokens/s · 9 drafts accepted (45 %, 1.9 tokens per step) · first token after 0.50 s"
     )
     say(tab, "hello")
     assert re.match(
@@ -930,7 +930,7 @@ def test_the_page_asks_for_a_key(browser: Browser, tokenizer: Tokenizer) -> None
     engine = ScriptedEngine(tokenizer, Script(), scripted_info(tokenizer, config=config))
     with serve_in_thread(engine, config) as live:
         browser.open(live.url)
-        assert browser.text("#toasts") == "This server asks for a key."
+        assert browser.text("#toasts") == "This server needs an API key."
         assert browser.run("document.activeElement.id") == "key"
         browser.type("#key", "secret")
         browser.wait("document.querySelector('#model').options.length === 1")
@@ -1026,7 +1026,7 @@ def test_the_model_names_a_conversation(tab: Browser) -> None:
     say(tab, "hi")
     tab.run("document.querySelector('#conversations .more').click()")
     tab.run("[...document.querySelectorAll('#menu button')]"
-        ".find((b) => b.textContent === 'Name by the model').click()")  # fmt: skip
+        ".find((b) => b.textContent === 'Generate a name').click()")  # fmt: skip
     tab.wait("document.querySelector('#title').textContent === 'Rain in Paris'")
     tab.reload()
     tab.wait("document.querySelector('#conversations .name').textContent === 'Rain in Paris'")
@@ -1178,7 +1178,7 @@ def test_fitting_parts_of_a_long_file_are_sent(
         assert "File long.txt (parts):" in prompt
         assert "zebra " * 20 in prompt.partition("File long.txt")[2]
         assert sum(f"{word} {word}" in prompt for word in words) <= 16
-        assert "Parts that were sent" in browser.text("article.user")
+        assert "Excerpts that were sent" in browser.text("article.user")
         browser.click("#fresh")
         browser.click("#toggle-settings")
         browser.type("#search-files", "no")
@@ -1299,7 +1299,7 @@ def test_the_page_is_in_the_chosen_language(tab: Browser) -> None:
     assert tab.run("document.documentElement.lang") == "en"
     tab.click("#toggle-settings")
     assert tab.each("#language option", "node.label") == [
-        "the browser's", "English", "Deutsch", "Français"
+        "the browser's language", "English", "Deutsch", "Français"
     ]  # fmt: skip
     tab.run("window.before = true")
     tab.type("#language", "de")

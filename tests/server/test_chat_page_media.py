@@ -156,9 +156,9 @@ def test_large_images_and_others_formats_are_drawn_anew(tab: Browser, page: Live
         " return said; })()"
     )
     assert wrong == [
-        "a: this model takes no images",
-        "a: this model takes no video",
-        "a is no image that this browser shows",
+        "a: this model does not support images",
+        "a: this model does not support video",
+        "a is not an image that this browser can show",
     ]
 
 

@@ -14,7 +14,8 @@ from samples import parametrize_sample
 
 from modulm.contracts.outputs import RequestOutput
 from modulm.contracts.tokenizer import Tokenizer
-from modulm.errors import RequestError
+from modulm.errors import CheckpointError, RequestError
+from modulm_server.errors import describe, error_body
 from modulm_server.generation import Running
 from modulm_server.testing import Live, error_of
 
@@ -588,3 +589,9 @@ def test_errors_of_the_engine_name_the_request_fields() -> None:
     with pytest.raises(RequestError, match=r"^guided_regex: Unclosed '\['$") as caught:
         asyncio.run(Running.start(failing(), lambda _: None, fields))
     assert caught.value.param == "guided_regex"
+
+
+def test_a_checkpoint_that_lacks_something_is_said_so_without_its_path() -> None:
+    answer = error_body(describe(CheckpointError("/srv/models/w: the vocabulary has no token <x>")))
+    assert answer["error"]["message"] == "[...]: the vocabulary has no token <x>"
+    assert answer["error"]["code"] == "checkpoint_error"

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from modulm.errors import (
+    CheckpointError,
     ContextLengthExceeded,
     EngineAsleep,
     EngineDead,
@@ -127,6 +128,7 @@ _KNOWN: tuple[tuple[type[Exception], _Context], ...] = (
     (NotFound, _Context(404, "not_found")),
     (ContextLengthExceeded, _Context(400, "context_length_exceeded")),
     (RequestError, _Context(400, None)),
+    (CheckpointError, _Context(500, "checkpoint_error")),
     (UnsupportedError, _Context(400, "unsupported")),
     (ReplicaDied, _Context(503, "replica_died", 1.0)),
     (EngineDead, _Context(503, "engine_dead", 10.0)),

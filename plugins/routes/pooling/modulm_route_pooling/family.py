@@ -258,7 +258,7 @@ class Pooling(RouteFamily):
         if not set(tasks) & set(offered):
             raise bad_field(
                 "model",
-                f"model {model.name!r} does not support {' or '.join(tasks)}, only "
+                f"the model does not support {' or '.join(tasks)}, only "
                 f"{', '.join(offered)}: serve a pooling model, or this one with --runner pooling",
                 "unsupported",
             )

@@ -47,7 +47,7 @@ async function answer(path, body) {
 }
 
 function compare() {
-  const texts = field(t("Texts, one a line"), EXAMPLES.join("\n"), 6);
+  const texts = field(t("Texts, one per line"), EXAMPLES.join("\n"), 6);
   return part(t("Compare texts"), t("Each text becomes a vector; the closer two of them point, the more alike the texts are."),
     [texts.node], t("Compare"), async () => {
       const lines = linesOf(texts.text);
@@ -60,7 +60,7 @@ function compare() {
 
 function rank() {
   const query = make("input", { value: EXAMPLES[0], "aria-label": t("Question") });
-  const texts = field(t("Documents, one a line"), EXAMPLES.slice(1).join("\n"), 6);
+  const texts = field(t("Documents, one per line"), EXAMPLES.slice(1).join("\n"), 6);
   return part(t("Rank documents"), t("How well each document fits the question, the best first."),
     [make("label", {}, t("Question"), query), texts.node], t("Rank"), async () => {
       const { results } = await answer("rerank", { query: query.value, documents: linesOf(texts.text) });
@@ -69,7 +69,7 @@ function rank() {
 }
 
 function classify() {
-  const texts = field(t("Texts, one a line"), EXAMPLES.slice(1, 3).join("\n"), 4);
+  const texts = field(t("Texts, one per line"), EXAMPLES.slice(1, 3).join("\n"), 4);
   return part(t("Classify texts"), t("The probability of each class."), [texts.node], t("Classify"), async () => {
     const lines = linesOf(texts.text), { data } = await answer("classify", { input: lines });
     return data.flatMap(({ probs, label }, place) => {

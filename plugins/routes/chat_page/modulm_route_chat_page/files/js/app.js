@@ -53,7 +53,7 @@ export class App {
       await this.exchange();
     } catch (error) {
       if (error.status === 401) this.settings.askKey();
-      toast(key.get() || error.status !== 401 ? error.message : t("This server asks for a key."));
+      toast(key.get() || error.status !== 401 ? error.message : t("This server needs an API key."));
     }
   }
 

@@ -28,7 +28,7 @@ export async function readFile(file, kinds = ["text"]) {
   if (DOCUMENT.test(file.name)) return readDocument(file, kinds.includes("image"));
   const kind = Object.keys(KINDS).find((name) => KINDS[name].takes(file));
   if (!kinds.includes(kind) && kind !== "text" && file.type !== "image/svg+xml")
-    throw new Error(t("{0}: this model takes no {1}", file.name, t(kind === "image" ? "images" : kind)));
+    throw new Error(t("{0}: this model does not support {1}", file.name, t(kind === "image" ? "images" : kind)));
   const taken = kinds.includes(kind) ? kind : "text";
   return { kind: taken, name: file.name, ...(await KINDS[taken].read(file)) };
 }
@@ -71,7 +71,7 @@ async function readImage(file) {
     canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
     return { url: canvas.toDataURL(file.type === "image/jpeg" ? "image/jpeg" : "image/png", 0.92) };
   } catch {
-    throw new Error(t("{0} is no image that this browser shows", file.name));
+    throw new Error(t("{0} is not an image that this browser can show", file.name));
   }
 }
 

@@ -18,7 +18,7 @@ function pretty(text) {
 export function callsView(node, results, address, act) {
   const open = !results && node.state !== "running";
   const fields = new Map();
-  const box = make("form", { class: "calls", "aria-label": t("Calls of tools"), onsubmit: (event) => {
+  const box = make("form", { class: "calls", "aria-label": t("Tool calls"), onsubmit: (event) => {
     event.preventDefault();
     act.give(Object.fromEntries([...fields].map(([id, field]) => [id, field.value])));
   } });
@@ -29,13 +29,13 @@ export function callsView(node, results, address, act) {
     make("button", { type: "button", class: "main approve", onclick: () => act.approve(true) }, t("Approve")),
     make("button", { type: "button", class: "decline", onclick: () => act.approve(false) }, t("Decline"))));
   else if (open) box.append(make("div", { class: "row" }, make("button", { class: "main give" }, t("Send results")),
-    (node.calls ?? []).every(address) && make("button", { type: "button", class: "run-on", onclick: act.runOn }, t("Run and go on"))));
+    (node.calls ?? []).every(address) && make("button", { type: "button", class: "run-on", onclick: act.runOn }, t("Run and continue"))));
   return box;
 }
 
 /** Calls that the server made, with their results. */
 export function hostedView(calls) {
-  return make("div", { class: "calls hosted", role: "group", "aria-label": t("Calls of tool servers") }, ...calls.map((call) =>
+  return make("div", { class: "calls hosted", role: "group", "aria-label": t("Tool server calls") }, ...calls.map((call) =>
     make("details", { class: "call" },
       make("summary", {}, `${t("Called")} `, make("b", {}, call.name), ` ${t("of {0}", call.server_label)}`, call.error !== null && ` ${t("(failed)")}`),
       make("pre", { tabIndex: 0 }, pretty(call.arguments)), make("div", { class: "faint" }, t("Result")),
@@ -51,7 +51,7 @@ function callView(node, call, result, open, address, act, fields) {
   if (label && open) fold.append(make("p", { class: "faint" }, t("The tool server {0} waits for your approval.", label)));
   if (!open || label) return fold;
   const field = make("textarea", { rows: 2, class: "result", spellcheck: "false", "aria-label": t("Result of {0}", call.name),
-    placeholder: t("What the tool gives"), value: node.results?.[call.id] ?? "" });
+    placeholder: t("Result of the tool"), value: node.results?.[call.id] ?? "" });
   field.addEventListener("input", () => act.note(call, field.value));
   fields.set(call.id, field);
   fold.append(field);

@@ -48,14 +48,14 @@ export function fromText(text) {
   if (Array.isArray(table?.messages)) return [fromMessages(table.messages)];
   const others = foreign(table);
   if (others) return others;
-  throw new Error(t("these are no conversations"));
+  throw new Error(t("this file has no conversations"));
 }
 
 /** A conversation of a file, with a name that no other has. */
 function checked(given) {
   const whole = given && typeof given.nodes === "object" && typeof given.chosen === "object"
     && Object.values(given.nodes ?? {}).every((node) => typeof node?.content === "string" && typeof node.parent === "string");
-  if (!whole) throw new Error(t("a conversation of this file is broken"));
+  if (!whole) throw new Error(t("a conversation in this file is damaged"));
   return { ...newConversation(), ...given, id: newId() };
 }
 
@@ -63,7 +63,7 @@ function fromMessages(messages) {
   const conversation = newConversation();
   let last = null;
   for (const { role, content, reasoning_content: reasoning, tool_calls: calls, mcp_calls: hosted, tool_call_id: call, name } of messages) {
-    if (typeof content !== "string" && content !== null && content !== undefined) throw new Error(t("only messages of text can be read"));
+    if (typeof content !== "string" && content !== null && content !== undefined) throw new Error(t("only text messages can be imported"));
     if (role === "system") conversation.settings.system = content;
     else if (role === "assistant") last = add(conversation, last, { role, content: content ?? "", reasoning, hosted,
       calls: calls?.map((each) => ({ id: each.id, ...each.function })) });
@@ -80,7 +80,7 @@ function fromMarkdown(text) {
     if (mark) sections.push({ kind: mark[1], given: mark[2], lines: [] });
     else sections.at(-1)?.lines.push(line);
   }
-  if (!sections.length) throw new Error(t("this Markdown is no conversation that was exported here"));
+  if (!sections.length) throw new Error(t("this Markdown file was not exported from this page"));
   let last = null;
   for (const { kind, given, lines } of sections) {
     const content = unguarded(lines.slice(2).join("\n").replace(/\n$/, ""));

@@ -2,8 +2,8 @@
 
 import { t } from "./words.js";
 
-const THINKING = [["", "model's"], ["on", "on"], ["off", "off"]];
-const YES_NO = [["", "server's"], ["true", "yes"], ["false", "no"]];
+const THINKING = [["", "default"], ["on", "on"], ["off", "off"]];
+const YES_NO = [["", "server's default"], ["true", "yes"], ["false", "no"]];
 
 /** Groups of the settings: [title, fields]. kind: what `valueOf` makes of it. */
 export const GROUPS = [
@@ -16,13 +16,13 @@ export const GROUPS = [
     { name: "n", label: "Answers", kind: "integer", min: 1, max: 16, hint: "1" },
   ]],
   ["Length and stops", [
-    { name: "max_tokens", label: "Most tokens", kind: "integer", min: 1, hint: "as many as fit" },
-    { name: "min_tokens", label: "Least tokens", kind: "integer", min: 0, hint: "0" },
-    { name: "stop", label: "Stop strings, one a line", kind: "lines" },
+    { name: "max_tokens", label: "Max tokens", kind: "integer", min: 1, hint: "as many as fit" },
+    { name: "min_tokens", label: "Min tokens", kind: "integer", min: 0, hint: "0" },
+    { name: "stop", label: "Stop strings, one per line", kind: "lines" },
     { name: "stop_token_ids", label: "Stop token ids", kind: "integers", hint: "5, 7" },
-    { name: "include_stop_str_in_output", label: "Show the stop string", kind: "flag" },
-    { name: "ignore_eos", label: "Go on after the end", kind: "flag" },
-    { name: "truncate_prompt_tokens", label: "Cut the prompt to tokens", kind: "integer", min: -1 },
+    { name: "include_stop_str_in_output", label: "Include the stop string", kind: "flag" },
+    { name: "ignore_eos", label: "Ignore the end token", kind: "flag" },
+    { name: "truncate_prompt_tokens", label: "Truncate the prompt to tokens", kind: "integer", min: -1 },
   ]],
   ["Repetition", [
     { name: "repetition_penalty", label: "Repetition penalty", kind: "number", min: 0.01, step: 0.05 },
@@ -31,20 +31,20 @@ export const GROUPS = [
   ]],
   ["Thinking", [
     { name: "thinking", label: "Thinking", kind: "choice", options: THINKING },
-    { name: "reasoning_effort", label: "Effort", kind: "choice",
-      options: ["", "none", "minimal", "low", "medium", "high"].map((word) => [word, word || "model's"]) },
-    { name: "thinking_token_budget", label: "Most tokens of thoughts", kind: "integer", min: -1 },
-    { name: "include_reasoning", label: "Send the thoughts", kind: "flag" },
+    { name: "reasoning_effort", label: "Reasoning effort", kind: "choice",
+      options: ["", "none", "minimal", "low", "medium", "high"].map((word) => [word, word || "default"]) },
+    { name: "thinking_token_budget", label: "Max reasoning tokens", kind: "integer", min: -1 },
+    { name: "include_reasoning", label: "Include the reasoning", kind: "flag" },
   ]],
-  ["Form of the answer", [
-    { name: "format", label: "Form", kind: "choice", options: [["", "any text"], ["json_object", "JSON"],
-      ["json_schema", "JSON of a schema"], ["regex", "regular expression"], ["choice", "one of these lines"],
+  ["Response format", [
+    { name: "format", label: "Format", kind: "choice", options: [["", "any text"], ["json_object", "JSON"],
+      ["json_schema", "JSON with a schema"], ["regex", "regular expression"], ["choice", "one of these choices, one per line"],
       ["grammar", "grammar"]] },
-    { name: "constraint", label: "Schema, expression, lines or grammar", kind: "text", code: true, wide: true },
+    { name: "constraint", label: "Schema, regular expression, choices or grammar", kind: "text", code: true, wide: true },
   ]],
-  ["Sound", [
-    { name: "spoken", label: "Answers in sound", kind: "choice", options: [["", "no"], ["audio", "yes"]] },
-    { name: "voice", label: "Voice", kind: "text", hint: "model's" },
+  ["Audio", [
+    { name: "spoken", label: "Audio output", kind: "choice", options: [["", "no"], ["audio", "yes"]] },
+    { name: "voice", label: "Voice", kind: "text", hint: "default" },
   ]],
   ["Tools", [
     { name: "tools", label: "Tools, a JSON array; with a \"url\" beside \"function\" this page can run them; {\"type\": \"mcp\", \"server_label\": ...}: the server does",
@@ -52,23 +52,23 @@ export const GROUPS = [
         + '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}, "url": "http://localhost:9000/weather"}]' },
     { name: "tool_choice", label: "Calls", kind: "choice",
       options: [["", "model decides"], ["none", "none"], ["required", "required"]] },
-    { name: "parallel_tool_calls", label: "Several at once", kind: "flag" },
-    { name: "run_tools", label: "Run tools that have a URL", kind: "choice", options: [["", "when asked"], ["auto", "at once"]] },
+    { name: "parallel_tool_calls", label: "Parallel tool calls", kind: "flag" },
+    { name: "run_tools", label: "Run tools that have a URL", kind: "choice", options: [["", "after confirmation"], ["auto", "automatically"]] },
   ]],
   ["Tokens", [
-    { name: "top_logprobs", label: "Show probabilities, and so many others", kind: "integer", min: 0, max: 20, hint: "no" },
-    { name: "logit_bias", label: "Bias by token id, JSON", kind: "json", hint: '{"42": -100}' },
-    { name: "bad_words", label: "Words never to say, one a line", kind: "lines" },
-    { name: "allowed_token_ids", label: "Only these token ids", kind: "integers" },
-    { name: "skip_special_tokens", label: "Leave special tokens out", kind: "flag" },
+    { name: "top_logprobs", label: "Top log probabilities", kind: "integer", min: 0, max: 20, hint: "no" },
+    { name: "logit_bias", label: "Logit bias by token id (JSON)", kind: "json", hint: '{"42": -100}' },
+    { name: "bad_words", label: "Bad words, one per line", kind: "lines" },
+    { name: "allowed_token_ids", label: "Allowed token ids", kind: "integers" },
+    { name: "skip_special_tokens", label: "Skip special tokens", kind: "flag" },
     { name: "spaces_between_special_tokens", label: "Spaces between special tokens", kind: "flag" },
   ]],
   ["More", [
-    { name: "chat_template_kwargs", label: "Variables of the chat template, JSON", kind: "json", wide: true },
+    { name: "chat_template_kwargs", label: "Chat template variables (JSON)", kind: "json", wide: true },
     { name: "priority", label: "Priority", kind: "integer" },
     { name: "speculative", label: "Draft tokens", kind: "integer", min: 0 },
     { name: "cache_salt", label: "Cache salt", kind: "text" },
-    { name: "extra", label: "Any other fields of the request, JSON", kind: "json", code: true, wide: true },
+    { name: "extra", label: "Other request fields (JSON)", kind: "json", code: true, wide: true },
   ]],
 ];
 

@@ -53,12 +53,12 @@ export function described(figures) {
     parts.push(t("prompt {0}", `${some(figures.prompt)}${cached}${fast ? `, ${speed(fast)}` : ""}`));
   }
   const fast = rate(figures);
-  const thoughts = figures.reasoning ? ` ${t("({0} of thoughts)", whole.format(figures.reasoning))}` : "";
+  const thoughts = figures.reasoning ? ` ${t("({0} reasoning)", whole.format(figures.reasoning))}` : "";
   parts.push(t("answer {0}", `${some(figures.generated)}${thoughts}${fast ? `, ${speed(fast)}` : ""}`));
   if (figures.accepted !== null && figures.accepted !== undefined) {
-    const share = figures.drafts ? ` ${t("({0} %, {1} tokens a step)", whole.format(100 * figures.drafts.right), tenth.format(figures.drafts.length))}` : "";
+    const share = figures.drafts ? ` ${t("({0} %, {1} tokens per step)", whole.format(100 * figures.drafts.right), tenth.format(figures.drafts.length))}` : "";
     parts.push(`${t("{0} drafts accepted", whole.format(figures.accepted))}${share}`);
   }
-  if (figures.waited !== null) parts.push(t("first after {0} s", figures.waited.toFixed(2)));
+  if (figures.waited !== null) parts.push(t("first token after {0} s", figures.waited.toFixed(2)));
   return parts.join(" · ");
 }

@@ -29,7 +29,7 @@ export class MessageView {
     this.markdown = new Markdown();
     this.thought = make("details", { class: "thought" }, make("summary"), make("div", { class: "said" }));
     this.extra = make("div");
-    this.player = make("audio", { controls: true, preload: "metadata", hidden: true, "aria-label": t("The answer in sound") });
+    this.player = make("audio", { controls: true, preload: "metadata", hidden: true, "aria-label": t("The answer as audio") });
     this.body.append(this.thought, this.player, this.markdown.node, this.extra);
     this.thought.addEventListener("click", () => { this.touched = true; });
   }
@@ -46,7 +46,7 @@ export class MessageView {
     const { content, attachments = [], excerpts = [] } = this.message;
     const file = ({ name, text }) => make("details", { class: "file" }, make("summary", {}, icon("clip"), name), make("pre", { tabIndex: 0 }, text));
     const files = attachments.filter(({ kind }) => kind === "text").map(file);
-    if (excerpts.length) files.push(make("p", { class: "faint" }, t("Parts that were sent")), ...excerpts.map(file));
+    if (excerpts.length) files.push(make("p", { class: "faint" }, t("Excerpts that were sent")), ...excerpts.map(file));
     const media = attachments.filter(({ kind }) => kind !== "text").map(preview);
     this.body.replaceChildren(...(media.length ? [make("div", { class: "media" }, ...media)] : []),
       ...(content || !media.length ? [make("div", { class: "said" }, content)] : []), ...files);
@@ -110,7 +110,7 @@ export class MessageView {
     const copy = iconButton("copy", t("Copy"), () => copyBy(copy, message.content));
     const ended = { length: t("cut at the limit"), stopped: t("stopped") }[state === "stopped" ? state : message.finish];
     this.foot.replaceChildren(...[this.versions(), copy, iconButton("edit", t("Edit"), () => this.edit()),
-      answer && iconButton("again", t("Answer again"), () => act.again(message)),
+      answer && iconButton("again", t("Regenerate"), () => act.again(message)),
       answer && this.canGoOn() && iconButton("go", t("Continue"), () => act.goOn(message)),
       answer && canSpeak() && message.content && iconButton("speak", t("Read aloud"), () => act.speak(this.markdown.node.innerText)),
       answer && message.logprobs?.length && iconButton("tokens", t("Tokens"), () => this.toggleTokens(), { "aria-pressed": String(this.tokens) }),
@@ -128,8 +128,8 @@ export class MessageView {
     if (versions.length < 2) return null;
     const here = versions.indexOf(this.message);
     const step = (by, name, label) => iconButton(name, label, () => this.act.choose(versions[here + by]), { disabled: !versions[here + by] });
-    return make("span", { class: "versions", role: "group", "aria-label": t("Versions") }, step(-1, "left", t("Earlier version")),
-      `${here + 1}/${versions.length}`, step(1, "right", t("Later version")));
+    return make("span", { class: "versions", role: "group", "aria-label": t("Versions") }, step(-1, "left", t("Previous version")),
+      `${here + 1}/${versions.length}`, step(1, "right", t("Next version")));
   }
 
   toggleTokens() {

@@ -42,8 +42,8 @@ export function scatter(texts, places) {
     return draw("g", {}, draw("circle", { cx: x, cy: y, r: 6 }), label);
   });
   return make("figure", {}, draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "scatter", role: "img",
-    "aria-label": t("The texts as points; what is alike lies close together") }, ...points),
-    make("figcaption", { class: "faint" }, t("What is alike lies close together (two principal components).")));
+    "aria-label": t("Map of the texts: similar texts are close together") }, ...points),
+    make("figcaption", { class: "faint" }, t("Similar texts are close together (two principal components).")));
 }
 
 /** [text, value] with a bar each. */

@@ -22,7 +22,7 @@ export class Recorder {
     try {
       stream = await navigator.mediaDevices.getUserMedia({ audio: true });
     } catch {
-      toast(t("The browser gives no microphone."));
+      toast(t("The browser does not allow the microphone."));
       return;
     }
     const pieces = [], recording = new MediaRecorder(stream);

@@ -17,7 +17,7 @@ export class Settings {
     this.panel.append(
       make("div", { class: "row head" }, make("h2", {}, t("Settings")),
         make("button", { type: "button", class: "icon", "aria-label": t("Close the settings"), onclick: () => this.toggle(false) }, icon("close"))),
-      make("p", { class: "faint" }, t("Of this conversation. What is empty is the model's own.")),
+      make("p", { class: "faint" }, t("For this conversation. Empty fields use the model's defaults.")),
       this.system(), ...GROUPS.map(([title, fields], place) => this.group(title, fields, place < 1)),
       this.page(keyGiven),
       make("div", { class: "row" },
@@ -89,7 +89,7 @@ export class Settings {
 
   input(field) {
     if (field.options) return make("select", {}, ...field.options.map(([value, label]) => new Option(t(label), value)));
-    const hint = field.hint ?? (["number", "integer"].includes(field.kind) ? "model's" : "");
+    const hint = field.hint ?? (["number", "integer"].includes(field.kind) ? "default" : "");
     if (field.code || ["lines", "json"].includes(field.kind))
       return make("textarea", { rows: field.code ? 3 : 2, spellcheck: "false", class: field.code ? "code" : "", placeholder: t(hint) || undefined });
     return make("input", { inputmode: field.kind === "number" ? "decimal" : undefined, placeholder: t(hint) || undefined, autocomplete: "off" });
@@ -121,7 +121,7 @@ export class Settings {
     const text = make("textarea", { rows: 3, id: "system" });
     this.inputs.set("system", text);
     text.addEventListener("input", () => this.typed("system"));
-    const list = make("select", { id: "presets", "aria-label": t("System prompts that are kept") });
+    const list = make("select", { id: "presets", "aria-label": t("Saved system prompts") });
     const fill = () => list.replaceChildren(new Option(t("Choose…"), ""), ...this.presets().map(({ name }) => new Option(t(name), name)));
     list.addEventListener("change", () => {
       const found = this.presets().find(({ name }) => name === list.value);
@@ -129,7 +129,7 @@ export class Settings {
       text.value = found.text;
       this.typed("system");
     });
-    const name = make("input", { placeholder: t("Name"), "aria-label": t("Name to keep this system prompt by"), id: "preset-name" });
+    const name = make("input", { placeholder: t("Name"), "aria-label": t("Name of this system prompt"), id: "preset-name" });
     const own = (change) => { shared.set("presets", change(shared.get("presets", []))); fill(); };
     const keep = () => {
       const kept = { name: name.value.trim(), text: text.value };
@@ -142,8 +142,8 @@ export class Settings {
     fill();
     return make("details", { open: true }, make("summary", {}, t("System prompt")), make("div", { class: "fields" },
       make("label", { class: "wide" }, t("System prompt"), text),
-      make("div", { class: "row wide" }, list, make("button", { type: "button", id: "preset-forget", onclick: forget }, t("Forget"))),
-      make("div", { class: "row wide" }, name, make("button", { type: "button", id: "preset-keep", onclick: keep }, t("Keep")))));
+      make("div", { class: "row wide" }, list, make("button", { type: "button", id: "preset-forget", onclick: forget }, t("Delete"))),
+      make("div", { class: "row wide" }, name, make("button", { type: "button", id: "preset-keep", onclick: keep }, t("Save")))));
   }
 
   presets() {
@@ -159,7 +159,7 @@ export class Settings {
       shared.set("theme", theme.value);
       document.documentElement.dataset.theme = theme.value;
     });
-    const words = make("select", { id: "language" }, new Option(t("the browser's"), ""),
+    const words = make("select", { id: "language" }, new Option(t("the browser's language"), ""),
       ...Object.entries(LANGUAGES).map(([tag, name]) => new Option(name, tag)));
     words.value = shared.get("language", "");
     words.addEventListener("change", () => { shared.set("language", words.value); location.reload(); });
@@ -169,7 +169,7 @@ export class Settings {
     this.secret = secret;
     return make("details", { id: "page-settings" }, make("summary", {}, t("This page")), make("div", { class: "fields" },
       make("label", {}, t("Theme"), theme), make("label", {}, t("Language"), words),
-      make("label", { class: "wide" }, t("Send only fitting parts of long files"), search),
+      make("label", { class: "wide" }, t("Send only relevant parts of long files"), search),
       make("label", { class: "wide" }, t("Send pages of PDFs as images, if the model sees them"), pages),
       make("label", { class: "wide" }, t("API key, if the server asks for one"), secret)));
   }

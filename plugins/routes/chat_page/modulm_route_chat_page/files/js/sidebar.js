@@ -65,7 +65,7 @@ export class Sidebar {
     menu.replaceChildren(
       item(t("Rename"), () => this.rename(conversation)),
       item(t("Move to a folder"), () => this.move(conversation)),
-      item(t("Name by the model"), () => this.nameByModel(conversation)),
+      item(t("Generate a name"), () => this.nameByModel(conversation)),
       item(t("Export as Markdown"), () => download(`${name}.md`, toMarkdown(conversation), "text/markdown")),
       item(t("Export as JSON"), () => download(`${name}.json`, toJson([conversation]), "application/json")),
       item(t("Delete"), () => this.delete(conversation)));
@@ -120,7 +120,7 @@ export class Sidebar {
 
   delete(conversation) {
     this.app.remove(conversation);
-    toast(t("“{0}” is deleted.", conversation.title || t("Untitled")), t("Undo"), () => this.app.put(conversation));
+    toast(t("Deleted “{0}”.", conversation.title || t("Untitled")), t("Undo"), () => this.app.put(conversation));
   }
 
   async import(files) {
