@@ -198,6 +198,8 @@ class AttentionBackend(ABC):
     #: Optional fields of AttentionSpec that the backend supports. Layers that use others are
     #: rejected, so that fields of later versions are never ignored.
     features: ClassVar[frozenset[str]] = frozenset()
+    #: Whether the bits of a token's result do not depend on what else is in the step.
+    batch_invariant: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

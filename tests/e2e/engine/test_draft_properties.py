@@ -19,7 +19,9 @@ from modulm.plugins.manager import PluginManager
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.drafters import FakeDrafter, drafting_executor
 
-ARCHITECTURES = ["LlamaForCausalLM", "Mamba2ForCausalLM", "GraniteMoeHybridForCausalLM"]
+ARCHITECTURES = [
+    "LlamaForCausalLM", "Mamba2ForCausalLM", "GraniteMoeHybridForCausalLM", "KimiLinearForCausalLM",
+]  # fmt: skip
 PROMPTS = [[5, 99, 7, 30], [17], [8] * 21, [7, 9, 11, 13] * 9, [3, 4, 5], [6, 7], [30, 31, 32]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=16, logprobs=2, ignore_eos=True),

@@ -10,7 +10,7 @@ from modulm import LLM, SamplingParams
 from modulm.contracts.drafter import Needs
 from modulm.contracts.executor import Executor
 from modulm.contracts.model import CacheSpec
-from modulm.contracts.sampling import StructuredOutputs
+from modulm.contracts.sampling import LogitsProcessor, StructuredOutputs
 from modulm.errors import UnsupportedError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
@@ -118,6 +118,32 @@ def test_a_drafter_that_raises_is_switched_off(folder, caplog) -> None:
     assert found == expected
     assert len(drafter.steps) == 3
     assert "drafter fake failed and is disabled" in caplog.text
+
+
+class Failing(LogitsProcessor):
+    """Fails behind five tokens."""
+
+    api = 1
+
+    def admit(self, view) -> bool:
+        return True
+
+    def apply_row(self, view, logits):
+        if len(view.output) == 5:
+            raise ValueError("on purpose")
+        return logits
+
+
+def test_a_row_that_fails_behind_accepted_drafts_keeps_them(folder) -> None:
+    params, prompts = PARAMS[1:2], PROMPTS[:1]
+    whole, _ = answers(folder, params, {}, prompts=prompts)
+    flags = {"logits_processors": [Failing]}
+    expected, steps = answers(folder, params, flags, prompts=prompts)
+    drafter = FakeDrafter(right, [[*PROMPTS[0], *whole[0][0]]])
+    found, taken = answers(folder, params, flags, drafter, prompts=prompts)
+    assert found == expected
+    assert (len(found[0][0]), found[0][2]) == (5, "error")
+    assert taken < steps
 
 
 def test_a_drafters_caches_lie_in_the_models_blocks(folder) -> None:

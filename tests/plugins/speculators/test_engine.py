@@ -158,6 +158,22 @@ def test_where_it_is_the_default(flags, platform, weights, winner) -> None:
     assert decision.winner == winner
 
 
+@pytest.mark.parametrize(
+    ("flags", "method"),
+    [
+        ({}, "suffix"),
+        ({"kernels": "none"}, None),
+        ({"kernels": "none", "speculative": "auto"}, "suffix"),
+    ],
+)
+def test_nothing_is_drafted_by_default_where_the_last_bits_may_change(
+    monkeypatch, flags, method
+) -> None:
+    monkeypatch.setattr("modulm_speculation.automatic.LEAST", 1)
+    with LLM("demo", max_model_len=64, num_gpu_blocks_override=8, **flags) as llm:
+        assert llm._core.info.parts.get("drafts", {}).get("method") == method
+
+
 @pytest.mark.parametrize("call", ["iterdir", "stat"])
 def test_files_that_cannot_be_read_have_no_size(call, tmp_path, monkeypatch) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"1234567")
@@ -176,6 +192,17 @@ def test_how_much_is_drafted_changes_no_answer() -> None:
         answers(GREEDY, spec_method="ngram", spec_tokens=3),
     )
     assert plain[0][0] == drafted[0][0]
+
+
+def test_quantized_weights_in_fp32_give_the_bits_of_single_steps() -> None:
+    found = []
+    for more in ({}, {"speculative_config": {"method": "ngram", **FIXED}}):
+        flags = {"max_model_len": 256, "num_gpu_blocks_override": 60, **more}
+        with LLM("demo", dtype="float32", quantization="int8", **flags) as llm:
+            params = GREEDY.with_(max_tokens=30, logprobs=1)
+            (output,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
+            found.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    assert found[0] == found[1]
 
 
 def test_a_request_may_ask_for_less() -> None:

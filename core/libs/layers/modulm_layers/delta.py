@@ -86,7 +86,7 @@ class KimiDeltaRule(Module):
         q, k = _unit(q) * self.size**-0.5, _unit(k)
         fade, gate, beta = self._gates(x)
         decays = self._decays(fade.float() + self.dt_bias, shape)
-        moved = beta[:, self.rank_heads].float().sigmoid()
+        moved = beta[:, self.rank_heads].double().sigmoid().float()
 
         def move(state: Tensor, at: Tensor) -> Tensor:
             state.mul_(decays[at].unsqueeze(-1))

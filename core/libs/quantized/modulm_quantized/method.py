@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from attrs import evolve, frozen
 from torch import Tensor
 
@@ -223,7 +222,9 @@ class CodedMethod(QuantizationMethod):
 
     def _product(self, part: _LayerPart, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(part.weight, Codes):
-            return F.linear(x, part.weight.weight(x.dtype), bias)
+            # Packed, since torch's products round by the number of rows.
+            weight = self.ops.pack_linear(part.weight.weight(x.dtype))
+            return torch.as_tensor(self.ops.linear(x, weight, bias))
         seen = x if part.order is None else self.ops.take_columns(x, part.order)
         out: Tensor = self.ops.linear(seen, part.weight, bias)
         return out

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
+    from modulm.loading import Loaded
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["LEAST", "SUBJECT", "choose_speculator", "off_by_default", "stored_bytes"]
+__all__ = [
+    "LEAST", "SUBJECT", "choose_speculator", "off_by_default", "stored_bytes", "varying_results",
+]  # fmt: skip
 
 SUBJECT = "speculative decoding"
 #: Weights from which on tokens are drafted by default: the steps of smaller models take so little
@@ -98,6 +101,24 @@ def off_by_default(
         size = weight_bytes >> 20
         return f"off for weights of {size} MB, whose steps take about as long as looking for drafts"
     return None
+
+
+def varying_results(loaded: Loaded) -> str | None:
+    """Return why the last bits of a token's result depend on what else is in its step, so that
+    drafts may change an answer; or None.
+    """
+    backends = {
+        backend
+        for group in loaded.groups
+        for backend in (group.backend, *(follower for follower, _ in group.followers))
+        if backend is not None
+    }
+    names = sorted({each.name for each in backends if not each.batch_invariant})
+    if loaded.ops.providers.get("linear") == "torch":
+        names.append("torch's matrix products")
+    if not names:
+        return None
+    return f"off with {' and '.join(names)}, whose last bits depend on the tokens of a step"
 
 
 def _unsuitable(config: EngineConfig, family: type[Model]) -> str | None:

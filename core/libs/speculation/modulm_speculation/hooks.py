@@ -92,14 +92,17 @@ def _automatic(
 ) -> tuple[Any, Any, bool] | None:
     """Return what `_make_driver` does, as chosen by `--speculative auto` or its default."""
     from modulm.loading import open_checkpoint
-    from modulm_speculation.automatic import choose_speculator, off_by_default
+    from modulm_speculation.automatic import choose_speculator, off_by_default, varying_results
 
     plugins, size = manager.current(), loaded.weight_bytes * mesh.tensor.size
     if "generate" not in loaded.tasks:
         return None
-    flag = config.group(SpeculationConfig).speculative
-    if flag is None and off_by_default(config, platform, size) is not None:
-        return None
+    if config.group(SpeculationConfig).speculative is None:
+        if off_by_default(config, platform, size) is not None:
+            return None
+        if (reason := varying_results(loaded)) is not None:
+            log.info("speculative decoding: none (the default on %s: %s)", platform.name, reason)
+            return None
     recurrent = any(group.backend is None for group in loaded.groups)
     decision, table = choose_speculator(
         config,

@@ -469,8 +469,9 @@ def _runs(
     for index, (first, size) in enumerate(zip(firsts.tolist(), sizes.tolist(), strict=True)):
         differs = tokens[first : first + size] != expected[first : first + size]
         last = first + int(differs.argmax())
-        # Indices after a stop token were not sampled.
-        while last > first and tokens[last] < 0 and last not in errors:
+        # Indices after a stop token were not sampled. Where sampling failed behind accepted drafts,
+        # the row keeps these and fails in its next step.
+        while last > first and tokens[last] < 0:
             last -= 1
         if last in errors:
             failed[index] = errors[last]

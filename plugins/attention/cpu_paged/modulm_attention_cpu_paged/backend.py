@@ -98,6 +98,7 @@ class CpuPagedAttention(AttentionBackend):
     """
 
     name = "cpu_paged"
+    batch_invariant = True
     api = 3
     features = frozenset(
         {

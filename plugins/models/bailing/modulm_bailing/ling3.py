@@ -112,7 +112,8 @@ class GatedLatentAttention(LatentAttention):
         self.head_gates = b.linear("g_proj", c.hidden_size, c.heads)
 
     def project_out(self, out: Tensor, x: Tensor) -> Tensor:
-        gates = self.head_gates(x).float().sigmoid().to(out.dtype)
+        # fp64, since fp32 rounds by how many numbers there are (`modulm_layers.recurrence`).
+        gates = self.head_gates(x).double().sigmoid().to(out.dtype)
         return super().project_out(out * gates.unsqueeze(-1), x)
 
 
