@@ -127,6 +127,21 @@ def test_old_answers_go() -> None:
     assert proposed(suffix, [0, 101, 201]) == [[]]
 
 
+def test_tokens_of_earlier_answers_are_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(f"{Suffix.__module__}._HELD", 64)
+    suffix = Suffix(SuffixOptions())
+    for answer in range(60):
+        salt = f"tenant {answer // 20}"
+        suffix.admit(0, 1, salt)
+        suffix.propose(step([0, *range(10 * answer, 10 * answer + 5)]))
+        suffix.release(0)
+        suffix.admit(0, 1, salt)
+        assert proposed(suffix, [0, 10 * answer, 10 * answer + 1])[0][:1] == [10 * answer + 2]
+        suffix.release(0)
+        assert sum(map(len, suffix._earlier.values())) <= 64 + 2 * 6, "and an answer each"
+    assert "tenant 0" not in suffix._earlier
+
+
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=30), st.integers(1, 5))
 def test_places_end_like_the_text(tokens, split) -> None:
     text = Answers()

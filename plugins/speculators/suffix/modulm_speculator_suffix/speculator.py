@@ -58,8 +58,9 @@ _NEW = 0.08
 #: Branches beside a row's drafts, and their longest length.
 _BRANCHES, _BRANCH = 4, 8
 _NONE = np.zeros(0, dtype=np.int64)
-#: Maximum cache salts whose answers are stored.
-_SALTS = 64
+#: Maximum cache salts whose answers are stored, and maximum tokens of all of them: a token takes 70
+#: to 250 bytes.
+_SALTS, _HELD = 64, 1 << 20
 
 
 @frozen
@@ -277,12 +278,18 @@ class _Row:
 
 
 class Earlier:
-    """Earlier answers: at least the last `count`, fewer than twice as many."""
+    """Earlier answers: at least the last `count`, or of half as many tokens as may be held, and
+    fewer than twice as many.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._new, self._old = Answers(), Answers()
         self._held = 0
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self._new) + len(self._old)
 
     @property
     def texts(self) -> tuple[Answers, Answers]:
@@ -291,7 +298,7 @@ class Earlier:
 
     def add(self, tokens: Iterable[int]) -> None:
         """Add an answer."""
-        if self._held == self._count:
+        if self._held == self._count or 2 * len(self._new) >= _HELD:
             self._new, self._old, self._held = Answers(), self._new, 0
         self._new.extend(tokens)
         self._new.end()
@@ -336,9 +343,11 @@ class Suffix(Speculator):
             return
         earlier = self._earlier.setdefault(gone.salt, Earlier(count))
         self._earlier.move_to_end(gone.salt)
-        if len(self._earlier) > _SALTS:
-            self._earlier.popitem(last=False)
         earlier.add(gone.own.tokens(gone.length))
+        while len(self._earlier) > 1 and (
+            len(self._earlier) > _SALTS or sum(map(len, self._earlier.values())) > _HELD
+        ):
+            self._earlier.popitem(last=False)
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
         self._classes.clear()
