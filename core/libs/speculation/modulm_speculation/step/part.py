@@ -102,7 +102,7 @@ class DraftsPart(StepPart):
         if isinstance(drafter, Adaptive | Speculator) and drafter.trees:
             from modulm_speculation.step.tree import TreeRunner
 
-            return TreeRunner(drafter)
+            return TreeRunner(drafter, built.loaded.ops.argmax)
         if not (built.mesh.gives or shared):
             return None
         flags = built.config.scheduler

@@ -7,7 +7,7 @@ consecutive, like single steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,10 +32,18 @@ _PART = "drafts"
 
 
 class TreeRunner(DraftRunner):
-    """Verifies trees. A parent is 0 for the last known token and i + 1 for draft i."""
+    """Verifies trees. A parent is 0 for the last known token and i + 1 for draft i.
 
-    def __init__(self, drafter: Adaptive | Speculator) -> None:
+    argmax: the op, since torch's takes a tenth of a step.
+    """
+
+    def __init__(
+        self, drafter: Adaptive | Speculator, argmax: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__(drafter)
+        self._argmax = argmax
+        #: The last plan, and what the tokens of its trees see, by place of the row.
+        self._seen: tuple[Plan | None, Mapping[int, np.ndarray]] = (None, {})
         self._beside_of: dict[int, Sequence[Branch]] = {}
         self._trees = drafter
         #: Of the last step: indices in the batch of accepted nodes of branches, and those that
@@ -73,23 +81,28 @@ class TreeRunner(DraftRunner):
         return np.stack([np.concatenate(tree), np.concatenate(parents)])
 
     def amend_layout(self, plan: Plan, spec: AttentionSpec, layout: StepLayout) -> StepLayout:
-        trees = _trees(plan)
-        if not trees or not spec.masks:
-            return layout
-        return evolve(layout, masks={place: _ancestors(tree) for place, tree in trees.items()})
+        masks = self._masks(plan)
+        return evolve(layout, masks=masks) if masks and spec.masks else layout
 
     def amend_batch(self, plan: Plan, batch: Batch) -> Batch:
         """Give each draft the position of its depth."""
-        trees = _trees(plan)
-        if not trees:
+        masks = self._masks(plan)
+        if not masks:
             return batch
         positions = batch.positions.clone()
         firsts = np.cumsum(plan.counts) - plan.counts
-        for place, tree in trees.items():
-            depths = _ancestors(tree).sum(1) - 1 + plan.starts[place]
+        for place, sees in masks.items():
+            depths = sees.sum(1) - 1 + plan.starts[place]
             first = int(firsts[place])
             positions[first : first + len(depths)] = batch.positions.new_tensor(depths)
         return evolve(batch, positions=positions)
+
+    def _masks(self, plan: Plan) -> Mapping[int, np.ndarray]:
+        """Return place of a row with a tree -> which of its tokens each one sees."""
+        if self._seen[0] is not plan:
+            seen = {place: _ancestors(tree) for place, tree in _trees(plan).items()}
+            self._seen = plan, seen
+        return self._seen[1]
 
     def verify(
         self,
@@ -104,7 +117,7 @@ class TreeRunner(DraftRunner):
         trees, context = _trees(plan), self._context
         if not trees or context is None:
             return None
-        best = logits.argmax(-1).tolist()
+        best = self._argmax(logits).tolist()
         order = {row: place for place, row in enumerate(plan.rows.tolist())}
         places = [order[row] for row in rows.tolist()]
         paths, kept, chosen, first = [], [], [], 0
