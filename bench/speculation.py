@@ -141,7 +141,7 @@ class Synthetic(DraftModelSpeculator):
 
 
 class Told:
-    """Makes the tokens of an engine in this process those of a known text, for one row at a time."""
+    """Makes the tokens of an engine in this process those of a known text, one row at a time."""
 
     def __init__(self, llm: LLM, known: list[list[int]]) -> None:
         runner = llm._core.loop.executor._worker.runner
