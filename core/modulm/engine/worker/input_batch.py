@@ -216,16 +216,19 @@ class BatchBuilder:
         caches = {
             id(cache): (cache, owner) for cache, owner in zip(self.caches, self.owners, strict=True)
         }
-        for cache, owner in caches.values():
+        before, slots = -1, tuple[torch.Tensor, ...]()
+        for cache, owner in sorted(caches.values(), key=lambda each: each[1]):
             group = self.groups[owner]
             if group.backend is None:
                 raise UnsupportedError("a recurrent state holds no single tokens")
             table, size = plan.tables[group.table], group.block_size
-            slots = (
-                table[places, at // size].astype(np.int64) * size + at % size
-                for at in (sources, targets)
-            )
-            group.backend.copy_slots(cache, *self._staging.send(tuple(slots)))
+            if owner != before:
+                slots = self._staging.send(tuple(
+                    table[places, at // size].astype(np.int64) * size + at % size
+                    for at in (sources, targets)
+                ))  # fmt: skip
+            before = owner
+            group.backend.copy_slots(cache, *slots)
 
     def keep(self, rows: np.ndarray, chosen: Chosen | np.ndarray) -> None:
         """Store the rows' last tokens: [rows], -1 if sampling failed."""
