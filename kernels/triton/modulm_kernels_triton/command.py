@@ -24,9 +24,10 @@ def _merged(file: Path, section: str, entries: dict[str, Any]) -> dict[str, Any]
 )
 @click.option("--dry-run", is_flag=True, help="Tiny sizes, few candidates; writes nothing.")
 def command(config: Path | None, out: Path | None, dry_run: bool) -> None:
-    """Measure the Triton kernels on this GPU for a model's sizes, and keep the best constants.
+    """Measure the Triton kernels on this GPU, and store the best constants.
 
-    CONFIG is a model's config.json, or its folder; without it, sizes of an 8B model are used.
+    They hold for the sizes of a model. CONFIG is its config.json, or its folder; without it, sizes
+    of an 8B model are used.
     """
     import torch
 

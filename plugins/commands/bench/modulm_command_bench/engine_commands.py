@@ -30,7 +30,7 @@ __all__ = ["mm_processor", "startup"]
 )  # fmt: skip
 @click.option("--output-json", metavar="FILE", help="Save the result as JSON.")
 def startup(draft: Draft, **options: Any) -> None:
-    """Measure how long an engine takes to start, with empty and with filled caches."""
+    """Measure starts, with empty and with filled caches."""
     from modulm_command_bench.figures import save
     from modulm_command_bench.starting import startup as measure
 
@@ -69,7 +69,7 @@ def startup(draft: Draft, **options: Any) -> None:
 @click.option("--output-json", metavar="FILE", help="Save the result as JSON.")
 @media_options
 def mm_processor(draft: Draft, **options: Any) -> None:
-    """Measure how long media take: decoding, the model's processor, and the encoder."""
+    """Measure decoding, processing and encoding of media."""
     from modulm_command_bench.figures import save
     from modulm_command_bench.load_options import percentiles_of
     from modulm_command_bench.media_samples import random_media

@@ -36,7 +36,7 @@ def compare(files: tuple[str, ...]) -> None:
     help="Devices of the server, for --pareto; a result's metadata `devices` takes precedence.",
 )
 def plot(files: tuple[str, ...], output: str, pareto: bool, devices: int) -> None:
-    """Plot throughput and latency of saved results over concurrency or rate."""
+    """Plot saved results over concurrency or request rate."""
     from modulm_command_bench.plots import plot as draw
     from modulm_command_bench.plots import plot_pareto, read_results
 

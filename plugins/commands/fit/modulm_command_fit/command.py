@@ -30,10 +30,11 @@ __all__ = ["command"]
     help="Free memory of each device, such as 24GiB, instead of that of this machine.",
 )
 def command(draft: Draft, model_tag: str | None, as_json: bool, device_memory: str | None) -> None:
-    """Show what MODEL needs in memory, the longest context that fits, and what to change.
+    """Show the memory that MODEL needs, and the longest context that fits.
 
-    Takes the flags of `modulm serve`. Reads config.json and headers of weight files only; for a hub
-    id, these are all that is downloaded. Exits with 1 if the model does not fit.
+    Suggests flags that fit if the defaults do not. Takes the flags of `modulm serve`. Reads
+    config.json and headers of weight files only; for a hub id, these are all that is downloaded.
+    Exits with 1 if the model does not fit.
     """
     print_notices(draft.notices)
     with _without_collection():

@@ -122,7 +122,10 @@ def _act(url: str, api_key: str | None, path: str, model: str) -> None:
 @click.command("reload")
 @_of_server
 def reload(url: str, api_key: str | None) -> None:
-    """Let a running server read the settings of its models again; running requests continue."""
+    """Let a running server read the settings of its models again.
+
+    Running requests continue.
+    """
     changes = _ask(url, api_key, "POST", "/models/reload", {})
     lines = [f"{kind}: {', '.join(names)}" for kind, names in changes.items() if names]
     click.echo("\n".join(lines) or "nothing has changed")

@@ -57,7 +57,10 @@ def command(
     chunk: int | None,
     events: bool,
 ) -> None:
-    """Parse a model's raw output, from FILE or standard input, and print the message as JSON."""
+    """Parse a model's raw output and print the message as JSON.
+
+    Reads FILE, or standard input.
+    """
     import attrs
 
     from modulm.contracts.parser import ToolStart

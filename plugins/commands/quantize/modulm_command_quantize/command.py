@@ -86,9 +86,9 @@ def command(
     length: int,
     perplexity: bool,
 ) -> None:
-    """Quantize the linear layers of MODEL and write it to the folder OUT, for compressed-tensors.
+    """Quantize the linear layers of MODEL and write it to the folder OUT.
 
-    Repeat the command to continue an interrupted run.
+    The format is that of compressed-tensors. Repeat the command to continue an interrupted run.
     """
     from tqdm import tqdm
 

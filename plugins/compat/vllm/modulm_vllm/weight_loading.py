@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from modulm.engine.worker.worker import Worker
-    from modulm_vllm.llm import LLM
+    from modulm_frontend.llm import LLM
 
 __all__ = ["LocalTensors", "LocalWeights"]
 

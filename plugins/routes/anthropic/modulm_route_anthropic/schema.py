@@ -11,7 +11,6 @@ from msgspec import UNSET, Meta, UnsetType
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_media.messages import MediaSource
 from modulm_parsing import thinking_variables, variables_without_thinking
-from modulm_route_anthropic.tool_servers import TOOLSET
 from modulm_server.absent_fields import MESSAGES, Absent
 from modulm_server.constraints import (
     check_tools,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
+    "TOOLSET",
     "CountRequest",
     "MessagesRequest",
     "budget_of",
@@ -36,6 +36,9 @@ __all__ = [
     "tools_of",
     "variables_of",
 ]
+
+#: Type of the tools of an MCP server.
+TOOLSET = "mcp_toolset"
 
 
 class _Conversation(SamplerFields, kw_only=True):

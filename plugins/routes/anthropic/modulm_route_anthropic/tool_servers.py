@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from modulm_route_anthropic.schema import TOOLSET
 from modulm_server.errors import ApiError
 from modulm_server.hosted_tools import hosted_tools
 from modulm_server.json_body import bad_field
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
     from modulm_server.hosted_tools import HostedTools
     from modulm_server.tool_servers import ToolServer, ToolServers
 
-__all__ = ["TOOLSET", "hosted_tools_of"]
-
-TOOLSET = "mcp_toolset"
+__all__ = ["hosted_tools_of"]
 
 _SERVER = ("type", "name", "url", "tool_configuration")
 _TOOLSET = ("type", "mcp_server_name", "default_config", "configs", "cache_control")

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
 from msgspec import structs
 
 from modulm_parsing import thinking_variables
@@ -33,6 +32,7 @@ from modulm_route_openai.chat_deltas import (
     opening_of,
     reason_of,
 )
+from modulm_route_openai.chat_job import ChatJob
 from modulm_route_openai.messages import check_messages, last_text
 from modulm_route_openai.schema import ChatRequest
 from modulm_route_openai.spoken import SpokenAnswers
@@ -73,37 +73,10 @@ if TYPE_CHECKING:
         ChatMessage,
     )
     from modulm_route_openai.schema import ChatBatchRequest
-    from modulm_route_openai.spoken import Voiced
-    from modulm_server.hosted_turns import HostedCall
     from modulm_server.route import RouteContext
     from modulm_server.transfer import Transferred
 
-__all__ = ["Chat", "ChatJob"]
-
-
-@frozen
-class ChatJob:
-    """A validated request with its rendered prompt.
-
-    hosted: the tools that the server runs. messages: with those calls; approved: the calls that the
-    client approved in this request. voiced: how the answer is spoken, None if it is not.
-    """
-
-    id: str
-    created: int
-    model: str
-    body: ChatRequest
-    turn: ChatTurn
-    role: str
-    echo: str
-    hosted: HostedTools
-    messages: Sequence[dict[str, Any]]
-    approved: Sequence[HostedCall]
-    voiced: Voiced | None = None
-
-    @property
-    def single_call(self) -> bool:
-        return self.body.parallel_tool_calls is False
+__all__ = ["Chat"]
 
 
 class Chat:

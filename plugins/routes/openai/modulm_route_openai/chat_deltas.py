@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from modulm.contracts.parser import Event
-    from modulm_route_openai.chat import ChatJob
+    from modulm_route_openai.chat_job import ChatJob
     from modulm_route_openai.objects import (
         ApprovalRequest,
         ChatChunkChoice,

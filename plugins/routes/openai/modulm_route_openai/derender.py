@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from modulm_route_openai.chat import ChatJob
+    from modulm_route_openai.chat_job import ChatJob
     from modulm_route_openai.objects import ChatChunkChoice, ChatCompletion, CompletionChoice
 
 __all__ = [
