@@ -27,16 +27,43 @@ inline int32_t total(const T* codes, int64_t n) {
   return sum;
 }
 
+#if defined(__AVX512VNNI__)
+// n: 16, 32 or a multiple of 64.
+inline int32_t total(const int8_t* codes, int64_t n) {
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i sum{};
+  for (; n >= 64; n -= 64, codes += 64)
+    sum = _mm512_dpbusd_epi32(sum, ones, _mm512_loadu_si512(codes));
+  if (n > 0)
+    sum = _mm512_dpbusd_epi32(sum, ones, _mm512_maskz_loadu_epi32(__mmask16((1u << n / 4) - 1), codes));
+  return _mm512_reduce_add_epi32(sum);
+}
+#endif
+
+inline int32_t largest_of(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)x);
+#else
+  int32_t most = x[0];
+  for (int i = 1; i < kLanes; i++) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
+
 // The scale of x[0, n): NaN where x has an infinity or a NaN, so that results are NaN as well.
+// Magnitudes are compared as bits, among which these are the largest.
 template <class T>
 float scale_of(const T* x, int64_t n, float largest_code) {
-  vf most{}, poison{};
+  constexpr int32_t infinity = 0x7f800000;
+  vi most{};
   for_lanes(n, [&](int64_t i, int lanes) {
-    vf v = load_n(x + i, lanes);
-    most = vmax(most, v < 0.0f ? -v : v);
-    poison += v * 0.0f;
+    const vi magnitude = (vi)load_n(x + i, lanes) & 0x7fffffff;
+    most = magnitude > most ? magnitude : most;
   });
-  return largest(most) / largest_code + sum(poison);
+  const int32_t bits = largest_of(most);
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return bits < infinity ? value / largest_code : value - value;
 }
 
 // The order in which the nibbles of a packed lane become quads, within eight k.
@@ -72,7 +99,7 @@ struct Target {
       }
       store_raw(high + i, __builtin_convertvector(code, vc));
     });
-    put(high, row * w.digits, k, w.digits == 2 ? scale * 256.0f : scale);
+    put(high, row * w.digits, k, w.digits == 2 && w.blocks() ? scale * 256.0f : scale);
     if (w.digits == 2) put(low, row * 2 + 1, k, scale);
   }
 
@@ -90,7 +117,7 @@ struct Target {
     else
       for (int64_t at = k; at < end; at += w.run(), sums++) {
         const int64_t stop = at + w.run() < end ? at + w.run() : end;
-        sums[0] = total(codes + (at - k), stop - at);
+        sums[0] = -w.centre() * total(codes + (at - k), stop - at);
         sums[to.runs] = 0;
       }
     // Of eight the even and the odd ones of each quad: 0, 2, 1, 3, 4, 6, 5, 7; in a packed lane,
@@ -124,7 +151,7 @@ struct Target {
     else
       for (int64_t at = k; at < end; at += w.run()) {
         int64_t stop = at + w.run() < end ? at + w.run() : end;
-        *sums++ = total(codes + (at - k), stop - at);
+        *sums++ = -w.centre() * total(codes + (at - k), stop - at);
       }
     for (int64_t at = k; at < end; at += kBlockK, codes += kBlockK) {
       if (w.format == kWeightInt4) order_for_nibbles(codes);

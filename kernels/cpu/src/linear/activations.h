@@ -1,8 +1,9 @@
 // Activations as integers: a row of x is, per step of 256 k, scale * code.
 //
 // With one digit codes are int8. With two they are 16-bit numbers 256 * high + low, held as two
-// rows of int8 whose products are added in fp32: as exact as bf16 for every value within 2^-7 of
-// the largest of its step, at twice the products, and with no conversion of the weights.
+// rows of int8 whose products are added as integers (of blocks in fp32): as exact as bf16 for every
+// value within 2^-7 of the largest of its step, at twice the products, and with no conversion of the
+// weights.
 #pragma once
 
 #include "base/pairs.h"
@@ -35,13 +36,14 @@ constexpr bool kWideDigits = false;
 // How many rows of bytes hold a row of activations: as many as it has digits, or two, if these are
 // numbers of 16 bits (wide.h). Then sums take one row, else one for each digit.
 inline int64_t digits_of(const Weight& w) { return kWideDigits ? 2 : w.digits; }
-inline int64_t sums_of_row(const Weight& w) { return !w.integer() || kWideDigits ? 1 : w.digits; }
+inline int64_t sums_of_row(const Weight& w) { return w.blocks() && !kWideDigits ? w.digits : 1; }
 
 // Row d of r * digits + d is digit d of row r, the most significant first, except in wide.h.
 struct Activations {
   int8_t* codes;   // [rows / kRowTile][padded K / 64][kRowTile][64]
   float* scales;   // [rows][steps]
-  int32_t* sums;   // [rows][runs], of codes; of formats with minima see blocks.h
+  int32_t* sums;   // [rows][runs], of codes, times what makes the centre of weights' codes 0: where
+                   // sums of products begin; of formats with minima see blocks.h
   int64_t rows;    // with digits counted
   int64_t blocks;  // padded K / 64
   int64_t steps, runs;

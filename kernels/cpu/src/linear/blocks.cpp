@@ -36,8 +36,8 @@ inline vf block_sum(vf part, vf d, vi minima, vf least) {
   return fused(least, -__builtin_convertvector(minima, vf), part * d);
 }
 
-// Of one row and step the sums of activations in each group; of formats with minima in 16 bits, in
-// the order of minima_of.
+// Of one row and step where each group's sum begins; of formats with minima the sums of activations
+// in 16 bits, in the order of minima_of.
 template <class Type>
 inline const int32_t* totals_of(const Activations& a, int64_t row, int64_t step) {
   return a.sums + row * a.runs + step * (Type::kMinima ? Type::kGroups / 2 : Type::kGroups);
@@ -45,8 +45,8 @@ inline const int32_t* totals_of(const Activations& a, int64_t row, int64_t step)
 
 // The first value of a group's sum: what the centre of its codes contributes, subtracted.
 template <class Type>
-inline vi start_of_group(int32_t total) {
-  return Type::kCentre ? splat_int(-Type::kCentre * total) : vi{};
+inline vi start_of_group(int32_t start) {
+  return Type::kCentre ? splat_int(start) : vi{};
 }
 
 // Of a step the minima of a row's groups times the sums of its codes, in the order of minima_of.
@@ -435,7 +435,7 @@ inline void tiled_blocks(const SpreadBlocks& b, const Activations& a, int64_t ro
       const int32_t* from = dots + (g * kIntegerRows + r) * columns;
       for (int v = 0; v < Vectors; v++) {
         vi dot = load_raw<vi>(from + v * kLanes);
-        if (Type::kCentre) dot -= Type::kCentre * totals[g];
+        if (Type::kCentre) dot += totals[g];
         const vf scale = load(&b.scales[g][column + v * kLanes]);
         part[0][v] = fused(__builtin_convertvector(dot, vf), scale, part[0][v]);
       }

@@ -19,7 +19,7 @@ struct BlockType {
   static constexpr bool kMinima = Format != kWeightQ6K;
   static constexpr int kGroup = kMinima ? 32 : 16;
   static constexpr int kGroups = kBlock / kGroup;
-  static constexpr int kCentre = kMinima ? 0 : 32;
+  static constexpr int kCentre = kMinima ? 0 : kCentreQ6K;
   // The bits of codes above the fourth; lines of lanes of these bits, and of all bits, in a span.
   static constexpr int kHighBits = Format == kWeightQ4K ? 0 : Format == kWeightQ5K ? 1 : 2;
   static constexpr int kHighLines = 2 * kHighBits, kLines = kHighLines + kSpan / 8;

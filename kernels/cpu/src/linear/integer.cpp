@@ -2,6 +2,7 @@
 #include "linear/integer.h"
 
 #include "linear/blocks.h"
+#include "linear/cached.h"
 #include "linear/codes.h"
 #include "linear/slice.h"
 #include "linear/wide.h"
@@ -25,7 +26,9 @@ constexpr int64_t kIntegerChunk = kStep;  // k decoded or multiplied at a time
 
 // Up to here each tile unpacks its nibbles, beside products that leave room for it; from here on a
 // buffer of bytes is shared by all tiles.
-#if defined(__AVX512F__)
+#if defined(MODULM_CACHED)
+constexpr int64_t kUnpackedRows = 8 * kCachedRows;
+#elif defined(__AVX512F__)
 constexpr int64_t kUnpackedRows = kTiled ? 0 : 3 * kQuadRows;
 #else
 constexpr int64_t kUnpackedRows = 0;
@@ -91,75 +94,71 @@ inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end, const u
   return b;
 }
 
-template <int Rows, int Vectors, Lying Kind>
+// sums[Rows / Digits][64] += the products; rows are counted in digits.
+template <int Rows, int Digits, int Vectors, Lying Kind>
 inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t ldb, int column,
                       float* sums) {
   const Weight& w = s.w;
   const int64_t length = w.run();
-  const int32_t* totals = a.sums + row * a.runs + s.first_run;
+  constexpr int whole = Rows / Digits;
+  const int32_t* starts = a.sums + row * a.runs + s.first_run;
   const int8_t* x = a.at(row, 0);
   const uint32_t* b = s.codes + column;
   Scales<Vectors> group(s, column);
   const Lookup code_of(w.table);
   const Distances ahead;
   for (int64_t k = s.begin; k < s.end;) {
-    vf part[Rows][Vectors] = {};
+    vf part[whole][Vectors] = {};
     int64_t step = k / kStep;
-    for (int64_t stop = s.step_end(k), end; k < stop; k = end, totals++) {
+    for (int64_t stop = s.step_end(k), end; k < stop; k = end, starts++) {
       end = k + length < stop ? k + length : stop;
       vi c[Rows][Vectors];
       for (int r = 0; r < Rows; r++)
-        for (int v = 0; v < Vectors; v++)
-          c[r][v] = splat_int(-w.centre() * totals[r * a.runs]);
+        for (int v = 0; v < Vectors; v++) c[r][v] = splat_int(starts[r * a.runs]);
       b = quad_run<Rows, Vectors, Kind>(x, k, end, b, ldb, s, code_of, ahead, c);
       if (s.grouped) group.load();
-      for (int r = 0; r < Rows; r++) {
-        const float total = float(totals[r * a.runs]);
-        for (int v = 0; v < Vectors; v++)
-          part[r][v] = add_run(part[r][v], c[r][v], group.scale[v], w.zeros, group.zero[v], total);
+      for (int r = 0; r < whole; r++) {
+        auto start = [&](int i) { return starts[i * a.runs]; };
+        const float total = float(join_digits<Digits>(r, start)) * w.total_of_start();
+        for (int v = 0; v < Vectors; v++) {
+          const vi dot = join_digits<Digits>(r, [&](int i) { return c[i][v]; });
+          part[r][v] = add_run(part[r][v], dot, group.scale[v], w.zeros, group.zero[v], total);
+        }
       }
     }
-    for (int r = 0; r < Rows; r++)
+    for (int r = 0; r < whole; r++)
       for (int v = 0; v < Vectors; v++) {
         float* to = sums + r * kPanel + column + v * kLanes;
-        store(to, fused(part[r][v], a.scales[(row + r) * a.steps + step], load(to)));
+        store(to, fused(part[r][v], a.scales[(row + Digits * r) * a.steps + step], load(to)));
       }
   }
 }
 
-template <int Vectors, Lying Kind>
+template <int Digits, int Vectors, Lying Kind>
 inline void quad_rows(int rows, const Slice& s, const Activations& a, int64_t row, int64_t ldb,
                       int column, float* sums) {
-  switch (rows) {
-    case 1: return quad_tile<1, Vectors, Kind>(s, a, row, ldb, column, sums);
-    case 2: return quad_tile<2, Vectors, Kind>(s, a, row, ldb, column, sums);
-#if defined(MODULM_MANY_REGISTERS)
-    case 3: return quad_tile<3, Vectors, Kind>(s, a, row, ldb, column, sums);
-    case 4: return quad_tile<4, Vectors, Kind>(s, a, row, ldb, column, sums);
-#endif
-#if defined(MODULM_QUAD_DOT)
-    case 5: return quad_tile<5, Vectors, Kind>(s, a, row, ldb, column, sums);
-    case 6: return quad_tile<6, Vectors, Kind>(s, a, row, ldb, column, sums);
-#endif
-  }
+  with_rows<Digits, kQuadRows>(rows, [&](auto count) {
+    quad_tile<count, Digits, Vectors, Kind>(s, a, row, ldb, column, sums);
+  });
 }
 
 // Whole lines of a panel from memory; two vectors of them from a cache, so that sums of integers and
 // of floats both stay in registers.
-template <Lying Kind>
+template <int Digits, Lying Kind>
 inline void quad_slice(int rows, const Slice& s, const Activations& a, int64_t row, float* sums) {
   constexpr int wide = 4 * kLanes, narrow = 2 * kLanes;
   int width = s.w.width(s.panel), c = 0;
   if (s.stream)
-    for (; c + wide <= width; c += wide) quad_rows<4, Kind>(rows, s, a, row, width, c, sums);
+    for (; c + wide <= width; c += wide) quad_rows<Digits, 4, Kind>(rows, s, a, row, width, c, sums);
   else
-    for (; c + narrow <= width; c += narrow) quad_rows<2, Kind>(rows, s, a, row, width, c, sums);
-  for (; c < width; c += kLanes) quad_rows<1, Kind>(rows, s, a, row, width, c, sums);
+    for (; c + narrow <= width; c += narrow) quad_rows<Digits, 2, Kind>(rows, s, a, row, width, c, sums);
+  for (; c < width; c += kLanes) quad_rows<Digits, 1, Kind>(rows, s, a, row, width, c, sums);
 }
 
 #if defined(__AMX_INT8__)
-// sums[rows][64] += scale of the row * the step's runs, from dots[runs][rows][Vectors * kLanes].
-template <int Vectors, bool Centred>
+// sums[rows / digits][64] += scale of the row * the step's runs, from
+// dots[runs][rows][Vectors * kLanes].
+template <int Digits, int Vectors, bool Centred>
 inline void fold_step(const Slice& s, const Activations& a, int64_t row, int rows, int64_t step,
                       int64_t first, int runs, int column, const int32_t* dots, float* sums) {
   constexpr int columns = Vectors * kLanes;
@@ -169,17 +168,19 @@ inline void fold_step(const Slice& s, const Activations& a, int64_t row, int row
     Group<Vectors> group(s.w, s.panel, first + g, column);
     for (int v = 0; v < Vectors; v++) scales[g][v] = group.scale[v], zeros[g][v] = group.zero[v];
   }
-  for (int r = 0; r < rows; r++) {
-    float scale = a.scales[(row + r) * a.steps + step];
-    const int32_t* totals = a.sums + (row + r) * a.runs + first;
+  for (int r = 0; r < rows / Digits; r++) {
+    const float scale = a.scales[(row + Digits * r) * a.steps + step];
     float* to = sums + r * kPanel + column;
     vf part[Vectors] = {};
     for (int g = 0; g < runs; g++) {
-      const int32_t* from = dots + (g * kIntegerRows + r) * columns;
-      float total = float(totals[g]);
-      int32_t offset = Centred ? 0 : s.w.centre() * totals[g];
+      const int32_t* from = dots + g * kIntegerRows * columns;
+      const int32_t start = join_digits<Digits>(
+          r, [&](int i) { return a.sums[(row + i) * a.runs + first + g]; });
+      const float total = float(start) * s.w.total_of_start();
       for (int v = 0; v < Vectors; v++) {
-        vi dot = load_raw<vi>(from + v * kLanes) - offset;
+        vi dot = join_digits<Digits>(
+            r, [&](int i) { return load_raw<vi>(from + i * columns + v * kLanes); });
+        if (!Centred) dot += start;
         part[v] = add_run(part[v], dot, scales[g][v], zeros_kept, zeros[g][v], total);
       }
     }
@@ -190,7 +191,7 @@ inline void fold_step(const Slice& s, const Activations& a, int64_t row, int row
 
 // Vectors * 16 columns of one step: tiles for each run, then the fold, which overlaps with the next
 // tiles.
-template <int Vectors>
+template <int Digits, int Vectors>
 inline void tiled_columns(const Slice& s, const Activations& a, int64_t row, int rows, int64_t k,
                           const uint32_t* b, int column, float* sums) {
   constexpr int columns = Vectors * kLanes;
@@ -208,10 +209,11 @@ inline void tiled_columns(const Slice& s, const Activations& a, int64_t row, int
     b += (end - k) / 4 * ldb;
     k = end;
   }
-  if (s.centred) fold_step<Vectors, true>(s, a, row, rows, step, first, runs, column, dots, sums);
-  else fold_step<Vectors, false>(s, a, row, rows, step, first, runs, column, dots, sums);
+  if (s.centred) fold_step<Digits, Vectors, true>(s, a, row, rows, step, first, runs, column, dots, sums);
+  else fold_step<Digits, Vectors, false>(s, a, row, rows, step, first, runs, column, dots, sums);
 }
 
+template <int Digits>
 inline void tiled_slice(int rows, const Slice& s, const Activations& a, int64_t row, float* sums) {
   const int width = s.w.width(s.panel);
   tiles.shape(rows, s.w.run() < kBlockK ? int(s.w.run()) : kBlockK);
@@ -219,26 +221,75 @@ inline void tiled_slice(int rows, const Slice& s, const Activations& a, int64_t 
     const uint32_t* b = s.codes + (k - s.begin) / 4 * width;
     int c = 0;
     if (rows <= 16 && width == kPanel) {
-      tiled_columns<4>(s, a, row, rows, k, b, 0, sums);
+      tiled_columns<Digits, 4>(s, a, row, rows, k, b, 0, sums);
       continue;
     }
     if (rows > 16)
-      for (; c + 32 <= width; c += 32) tiled_columns<2>(s, a, row, rows, k, b, c, sums);
-    for (; c < width; c += 16) tiled_columns<1>(s, a, row, rows, k, b, c, sums);
+      for (; c + 32 <= width; c += 32) tiled_columns<Digits, 2>(s, a, row, rows, k, b, c, sums);
+    for (; c < width; c += 16) tiled_columns<Digits, 1>(s, a, row, rows, k, b, c, sums);
   }
 }
 #endif
 
-// sums[rows][64] += the slice's products with rows from `row` on, a multiple of kRowTile; rows:
-// 1 to kIntegerRows, to kQuadRows where codes are packed nibbles.
+// sums[rows / Digits][64] += the slice's products with rows from `row` on, a multiple of kRowTile;
+// rows: 1 to kIntegerRows, to kQuadRows where codes are packed nibbles.
+template <int Digits>
 inline void multiply_slice(const Slice& s, const Activations& a, int64_t row, int rows,
                            float* sums) {
-  if (s.nibbles && s.w.table) return quad_slice<kLookedUp>(rows, s, a, row, sums);
-  if (s.nibbles) return quad_slice<kNibbles>(rows, s, a, row, sums);
 #if defined(__AMX_INT8__)
-  if (rows > kQuadRows || s.centred) return tiled_slice(rows, s, a, row, sums);
+  if (!s.nibbles && (rows > kQuadRows || s.centred))
+    return tiled_slice<Digits>(rows, s, a, row, sums);
 #endif
-  quad_slice<kQuads>(rows, s, a, row, sums);
+  with_lying(s, [&](auto kind) { quad_slice<Digits, kind>(rows, s, a, row, sums); });
+}
+
+template <int Digits>
+void panel_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row, int64_t rows,
+                float* sums) {
+  bool nibbles = w.format == kWeightInt4;
+  int width = w.width(panel);
+  auto codes = reinterpret_cast<const uint32_t*>(w.panel(panel));
+  int64_t last = w.runs_end();
+  if (rows <= kQuadRows) {
+    Slice all{w, panel, 0, last, codes, nibbles, false, true, nullptr};
+    return multiply_slice<Digits>(all, a, row, int(rows), sums);
+  }
+  const bool shared = nibbles && rows > kUnpackedRows;
+  // Whole zeros of two digits are not exact in fp32 once subtracted there, as few rows do it.
+  bool centred = kSpreadCentred && shared && w.whole_zeros && !w.table && Digits == 1;
+  auto spread = static_cast<uint32_t*>(scratch(kDecoded, kIntegerChunk * kPanel));
+#if defined(MODULM_CACHED)
+  StepScales scales;
+  constexpr int size = kCachedRows, portion = 16;
+  const int64_t tiles = div_up(rows, size);
+#else
+  constexpr int size = kIntegerRows, portion = 32;
+  const int64_t tiles = div_up(rows, size) * (width / (2 * kLanes));
+#endif
+  for (int64_t k = 0; k < last; k += kIntegerChunk) {
+    int64_t end = k + kIntegerChunk < last ? k + kIntegerChunk : last;
+    Ahead next(codes + w.bytes(end, width) / 4, w.bytes(end - k, width),
+               tiles * ((end - k) / portion));
+    Slice slice{w,       panel, k,       end,   codes + w.bytes(k, width) / 4,
+                nibbles && !shared, centred, false, kTiled ? nullptr : &next};
+    if (shared) {
+      spread_nibbles(slice, centred, spread);
+      slice.codes = spread;
+    }
+#if defined(MODULM_CACHED)
+    spread_scales(slice, scales);
+    with_lying(slice, [&](auto kind) {
+      for_row_blocks(rows, size, [&](int64_t r, int n) {
+        cached_slice<Digits, kind>(n, slice, scales, a, row + r, sums + r / Digits * kPanel);
+      });
+    });
+#else
+    for_row_blocks(rows, size, [&](int64_t r, int n) {
+      slice.stream = kTiled && !nibbles && r == 0;
+      multiply_slice<Digits>(slice, a, row + r, n, sums + r / Digits * kPanel);
+    });
+#endif
+  }
 }
 
 }  // namespace
@@ -246,32 +297,8 @@ inline void multiply_slice(const Slice& s, const Activations& a, int64_t row, in
 void integer_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row, int64_t rows,
                   float* sums) {
   if (w.blocks()) return block_sums(w, panel, a, row, rows, sums);
-  bool nibbles = w.format == kWeightInt4;
-  int width = w.width(panel);
-  auto codes = reinterpret_cast<const uint32_t*>(w.panel(panel));
-  int64_t last = w.runs_end();
-  if (rows <= kQuadRows) {
-    Slice all{w, panel, 0, last, codes, nibbles, false, true, nullptr};
-    return multiply_slice(all, a, row, int(rows), sums);
-  }
-  const bool shared = nibbles && rows > kUnpackedRows;
-  bool centred = kSpreadCentred && shared && w.whole_zeros && !w.table;
-  auto spread = static_cast<uint32_t*>(scratch(kDecoded, kIntegerChunk * kPanel));
-  for (int64_t k = 0; k < last; k += kIntegerChunk) {
-    int64_t end = k + kIntegerChunk < last ? k + kIntegerChunk : last;
-    const int64_t tiles = div_up(rows, kIntegerRows) * (width / (2 * kLanes));
-    Ahead next(codes + w.bytes(end, width) / 4, w.bytes(end - k, width), tiles * ((end - k) / 32));
-    Slice slice{w,       panel, k,       end,   codes + w.bytes(k, width) / 4,
-                nibbles && !shared, centred, false, kTiled ? nullptr : &next};
-    if (shared) {
-      spread_nibbles(slice, centred, spread);
-      slice.codes = spread;
-    }
-    for_row_blocks(rows, kIntegerRows, [&](int64_t r, int n) {
-      slice.stream = kTiled && !nibbles && r == 0;
-      multiply_slice(slice, a, row + r, n, sums + r * kPanel);
-    });
-  }
+  if (w.digits == 2) panel_sums<2>(w, panel, a, row, rows, sums);
+  else panel_sums<1>(w, panel, a, row, rows, sums);
 }
 
 #endif

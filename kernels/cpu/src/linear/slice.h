@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "linear/integer.h"
 
@@ -86,8 +87,32 @@ class Scales {
   int64_t at_, next_;
 };
 
+// What `of` has for the digits of a row, as one number.
+template <int Digits, class F>
+inline auto join_digits(int row, F&& of) {
+  if constexpr (Digits == 2) return of(2 * row) * 256 + of(2 * row + 1);
+  else return of(row);
+}
+
+// f(rows as a constant): Rows, Rows + Step ... Most.
+template <int Step, int Most, int Rows = Step, class F>
+inline void with_rows(int rows, F&& f) {
+  if constexpr (Rows <= Most) {
+    if (rows == Rows) return f(std::integral_constant<int, Rows>{});
+    with_rows<Step, Most, Rows + Step>(rows, f);
+  }
+}
+
 // How codes are stored: quads, nibbles, nibbles that index a table, or numbers of 16 bits (wide.h).
 enum Lying : int { kQuads, kNibbles, kLookedUp, kWidened };
+
+// f(how the slice's codes are stored)
+template <class F>
+inline void with_lying(const Slice& s, F&& f) {
+  if (!s.nibbles) return f(std::integral_constant<Lying, kQuads>{});
+  if (s.w.table) return f(std::integral_constant<Lying, kLookedUp>{});
+  f(std::integral_constant<Lying, kNibbles>{});
+}
 
 // The unsigned codes of nibbles, one to a byte.
 class Lookup {

@@ -61,6 +61,8 @@ constexpr uint8_t kTableCodes[kTables][16] = {
     {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240},
 };
 
+constexpr int kCentreQ6K = 32;
+
 constexpr int kPanel = 64;
 constexpr int kPadK = 64;
 // k that share a scale of integer activations.
@@ -112,8 +114,14 @@ struct Weight {
       default: return 8;
     }
   }
-  // What an unsigned stored code is above the code that it stands for.
-  int centre() const { return format == kWeightInt8 ? 128 : kCentres[table]; }
+  // What an unsigned stored code is above the code that it stands for; formats with minima have none.
+  int centre() const {
+    if (blocks()) return minima() ? 0 : kCentreQ6K;
+    return format == kWeightInt8 ? 128 : kCentres[table];
+  }
+  // The sum of a run's activations is this times where sums of products begin (activations.h); exact
+  // where there are zeros.
+  float total_of_start() const { return -1.0f / float(centre()); }
   // Bytes of a column's block.
   int block_bytes() const { return format == kWeightQ4K ? 144 : format == kWeightQ5K ? 176 : 210; }
   // Bytes of `ks` k of so many columns; ks is a multiple of 8, of blocks one of kStep.

@@ -22,7 +22,7 @@ template <int Rows, int Vectors, Lying Kind>
   const Weight& w = s.w;
   const int64_t ldb = Kind == kWidened ? kSquareLine : w.width(s.panel);
   const int64_t length = w.run(), stride = a.blocks * 2 * kBlockK;
-  const int32_t* totals = a.sums + row * a.runs + s.first_run;
+  const int32_t* starts = a.sums + row * a.runs + s.first_run;
   const int8_t* x = a.at(row, 0) + 2 * s.begin;
   const uint32_t* b = s.codes + (Kind == kWidened ? column / kSquareColumns * kSquare : column);
   Scales<Vectors> group(s, column);
@@ -30,14 +30,14 @@ template <int Rows, int Vectors, Lying Kind>
   for (int64_t k = s.begin; k < s.end;) {
     vf part[Rows][Vectors] = {};
     const int64_t step = k / kStep;
-    for (int64_t stop = s.step_end(k), end; k < stop; k = end, totals++) {
+    for (int64_t stop = s.step_end(k), end; k < stop; k = end, starts++) {
       end = k + length < stop ? k + length : stop;
       vi c[Rows][Vectors];
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < Vectors; v++)
-          c[r][v] = splat_int(-w.centre() * totals[2 * r * a.runs]);
+          c[r][v] = splat_int(starts[2 * r * a.runs]);
       for (int64_t left = (end - k) / deep; left > 0; left -= portion / deep) {
         if (s.next) s.next->fetch();
         const int64_t lines = left < portion / deep ? left : portion / deep;
@@ -49,7 +49,7 @@ template <int Rows, int Vectors, Lying Kind>
       if (s.grouped) group.load();
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++) {
-        const float total = float(totals[2 * r * a.runs]);
+        const float total = float(starts[2 * r * a.runs]) * w.total_of_start();
 #pragma GCC unroll 8
         for (int v = 0; v < Vectors; v++)
           part[r][v] = add_run(part[r][v], c[r][v], group.scale[v], w.zeros, group.zero[v], total);
@@ -84,7 +84,7 @@ inline void wide_rows(int rows, const Slice& s, const Activations& a, int64_t ro
   constexpr int vectors = kPanel / kLanes;
   const Weight& w = s.w;
   const int64_t length = w.run();
-  const int32_t* totals = a.sums + row * a.runs;
+  const int32_t* starts = a.sums + row * a.runs;
   const uint32_t* b = s.codes;
   auto x = static_cast<int8_t*>(scratch(kDecoded, s.end));
   narrow_digits(a.at(row, 0), s.end, x);
@@ -92,14 +92,14 @@ inline void wide_rows(int rows, const Slice& s, const Activations& a, int64_t ro
   for (int64_t k = 0; k < s.end;) {
     vf part[vectors] = {};
     const int64_t step = k / kStep;
-    for (int64_t stop = s.step_end(k), end; k < stop; totals++) {
+    for (int64_t stop = s.step_end(k), end; k < stop; starts++) {
       end = k + length < stop ? k + length : stop;
       vi c[vectors];
-      for (int v = 0; v < vectors; v++) c[v] = splat_int(-w.centre() * totals[0]);
+      for (int v = 0; v < vectors; v++) c[v] = splat_int(starts[0]);
       for (; k < end; k += kByteRun, x += kByteRun, b += kByteRun / 8 * kPanel)
         add_nibbles(x, b, c);
       if (s.grouped) group.load();
-      const float total = float(totals[0]);
+      const float total = float(starts[0]) * w.total_of_start();
       for (int v = 0; v < vectors; v++)
         part[v] = add_run(part[v], c[v], group.scale[v], w.zeros, group.zero[v], total);
     }

@@ -98,7 +98,7 @@ inline void coded_sums(const PanelOf& p, const Inputs& in, int64_t rows, float* 
   const int64_t digits = digits_of(p.w);
   int64_t first = in.place * digits, before = first % kRowTile;
   integer_sums(p.w, p.panel, *in.integers, first - before, before + rows * digits, sums);
-  fold_sums(p, rows, sums + before * kPanel, sums);
+  fold_sums(p, rows, sums + before * sums_of_row(p.w) / digits * kPanel, sums);
 }
 
 // `following` is what this thread will probably read next, or null: it is prefetched at the end of

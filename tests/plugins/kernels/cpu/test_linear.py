@@ -304,6 +304,25 @@ def test_a_row_is_the_same_in_every_batch(ops, library, name, activations):
             assert torch.equal(ops["linear"](x[start:], packed), whole[start:])
 
 
+@pytest.mark.parametrize("outputs", [16, 48, 64])
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_the_largest_sums_of_integers(ops, outputs, activations):
+    """Sums of 256 k at the limits of int32 with 16 bits, which whole zeros leave exact."""
+    codes = torch.full((outputs, 512), -128, dtype=torch.int8)
+    codes[::2] = 127
+    scales, zeros = torch.ones(outputs, 2), torch.full((outputs, 2), 3.0)
+    x = torch.ones(33, 512).bfloat16()
+    x[1::2] = -1
+    for group, points in ((0, None), (256, zeros)):
+        chosen = scales if group else scales[:, :1]
+        packed = ops["pack_linear"](codes, "int8", group, chosen, points, activations)
+        expected = x.float() @ (codes.float() - (3 if group else 0)).T
+        whole = ops["linear"](x, packed)
+        torch.testing.assert_close(whole, expected.bfloat16(), rtol=2**-7, atol=0)
+        for rows in (1, 2, 3, 4, 6, 7, 9, 16):
+            assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
+
+
 @pytest.mark.parametrize("outputs", [16, 64, 192, 208])
 def test_one_row_loses_what_many_rows_lose(ops, outputs):
     """Products around the smallest normal number, where instructions differ in what they flush."""
