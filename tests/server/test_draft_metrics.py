@@ -27,7 +27,10 @@ CHAT = {
     "ignore_eos": True,
 }
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
-SMALL = {"model": "demo", "max_model_len": 256, "num_gpu_blocks_override": 60, "cpu_threads": 1}
+SMALL = {
+    "model": "demo", "max_model_len": 256, "num_gpu_blocks_override": 60, "cpu_threads": 1,
+    "engine_heartbeat_timeout": 300.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 SERVED: dict[str, Any] = {
     **FLAGS, "weight_transfer_config": {"backend": "shared_memory"}, "enable_sleep_mode": True,
+    "engine_heartbeat_timeout": 300.0,
     "server_dev_mode": True, "served_model_name": ("M",), "skip_tokenizer_init": True,
 }  # fmt: skip
 FRONT_ENDS: dict[str, dict[str, Any]] = {

@@ -60,7 +60,8 @@ def started(folder: Path, *options: str) -> Iterator[Process]:
         popen = subprocess.Popen(
             [
                 sys.executable, "-m", "modulm.cli.main", "serve", str(folder), "--port", str(port),
-                "--served-model-name", "M", "--max-model-len", "256", *options,
+                "--served-model-name", "M", "--max-model-len", "256",
+                "--engine-heartbeat-timeout", "300", *options,
             ],
             stdout=sink,
             stderr=sink,
