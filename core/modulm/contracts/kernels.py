@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from modulm.contracts.model import Batch
     from modulm.contracts.platform import Platform
 
-__all__ = ["API", "Forward", "KernelProvider", "Op", "Ops", "RecordedForward"]
+__all__ = ["API", "Forward", "ForwardWithLogits", "KernelProvider", "Op", "Ops", "RecordedForward"]
+
 
 API = 1
 
@@ -55,6 +56,21 @@ class KernelProvider(ABC):
         overwritten by the next call.
         """
         return forward
+
+
+class ForwardWithLogits(ABC):
+    """A forward pass that can compute the logits of a step in the same call."""
+
+    @abstractmethod
+    def append_logits(self, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Allow passes to return `logits` of their first tensor as well, after all others.
+
+        Only for steps all of whose tokens are sampled, and not necessarily for all of them.
+        """
+
+    @abstractmethod
+    def __call__(self, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run the forward pass. The result may be overwritten by the next call."""
 
 
 class RecordedForward(ABC):

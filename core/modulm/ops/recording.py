@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from modulm.contracts.recording import Recordable
 
-__all__ = ["FixedInputs", "signature"]
+__all__ = ["FixedInputs", "shapes", "signature"]
 
 #: Minimum width of recorded block tables; wider ones are powers of two.
 _COLUMNS = 16
@@ -29,10 +29,15 @@ def signature(step: Recordable, room: Callable[[int], int] = _room) -> Hashable 
     room: maps the width of a step's block table to that of the recorded one.
     """
     key = step.key()
-    if key is None:
-        return None
-    shapes = tuple([tensor.shape for tensor in step.tensors()])
-    return key, shapes, tuple([(len(table), room(table.shape[1])) for table in step.tables()])
+    return None if key is None else (key, *shapes(step.tensors(), step.tables(), room))
+
+
+def shapes(
+    tensors: Sequence[Tensor], tables: Sequence[Tensor], room: Callable[[int], int] = _room
+) -> tuple[Hashable, Hashable]:
+    """Return what a signature contains of a step's tensors and tables."""
+    sizes = [(table.shape[0], room(table.shape[1])) for table in tables]
+    return tuple([tensor.shape for tensor in tensors]), tuple(sizes)
 
 
 class FixedInputs(Generic[StepT]):

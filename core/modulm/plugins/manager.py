@@ -321,7 +321,9 @@ class PluginManager:
 
     def notify(self, hook: str, **arguments: Any) -> None:
         """Call a hook by name; implementations that raise are logged and disabled."""
-        getattr(self.hook, hook)(**arguments)
+        caller = getattr(self.hook, hook)
+        if caller.get_hookimpls():
+            caller(**arguments)
 
     def gather(self, hook: str, **arguments: Any) -> list[Any]:
         """Call a hook and concatenate its results, e.g. lines of the banner."""

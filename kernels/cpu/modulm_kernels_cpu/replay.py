@@ -18,6 +18,7 @@ import logging
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from modulm.contracts.kernels import ForwardWithLogits
 from modulm.contracts.model import Batch
-from modulm.ops.recording import FixedInputs, signature
+from modulm.ops.recording import FixedInputs, shapes
 from modulm_kernels_cpu.library import Library
 
 __all__ = ["MAX_ROWS", "Replay"]
@@ -156,62 +158,121 @@ def _pack(letter: str, value: Any) -> bytes:
 Result: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
+class _Inputs(FixedInputs[Batch]):
+    """Fixed inputs that the library copies before it repeats the calls.
+
+    copies: [inputs, 7] int64, as in src/base/replay.cpp.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        tensors = [(t, 0, 1, t.nbytes, 0) for t in self._tensors]
+        tables = [(t, t.stride(0) * t.itemsize, len(t), 0, t[0].nbytes) for t in self._tables]
+        self.copies = np.array(
+            [[t.data_ptr(), stride, 0, 0, *sizes] for t, stride, *sizes in (*tensors, *tables)],
+            dtype=np.int64,
+        )
+        self.address, self.count = self.copies.ctypes.data, len(self.copies)
+
+    def refer(self, tensors: Sequence[Tensor], tables: Sequence[Tensor]) -> None:
+        """Set the tensors and tables to copy, which must be contiguous and stay alive."""
+        self.copies[:, 2] = [tensor.data_ptr() for tensor in (*tensors, *tables)]
+        for copy, table in zip(self.copies[len(tensors) :], tables, strict=True):
+            copy[3] = copy[5] = table.shape[1] * table.itemsize
+
+
 class _Program:
     """One recorded step: its inputs, the calls, and the location of its result."""
 
     def __init__(self, batch: Batch) -> None:
-        self.inputs = FixedInputs(batch)
+        self.inputs = _Inputs(batch)
         self.slots = np.zeros(0, dtype=np.uint64)
-        self.result: Result = torch.empty(0)
+        self.address = self.size = 0
+        self.tensors: tuple[Tensor, ...] = ()
+        self.result: Result = ()
+
+    def extend(self, slots: np.ndarray, tensors: tuple[Tensor, ...]) -> None:
+        """Append calls and their results."""
+        self.slots = np.concatenate((self.slots, slots))
+        self.address, self.size = self.slots.ctypes.data, len(self.slots)
+        self.tensors += tensors
+        self.result = self.tensors if len(self.tensors) > 1 else self.tensors[0]
 
 
-class Replay:
+class Replay(ForwardWithLogits):
     """`forward`, recorded if possible. The result is overwritten by the next call.
 
-    `reason` is why this model's steps are not recorded.
+    `reason` is why this model's steps are not recorded, `logits_reason` why they end before the
+    logits.
     """
 
     def __init__(self, library: Library, forward: Callable[[Batch], Result]) -> None:
         self._library = library
         self._forward = forward
-        self._repeat = library.call("replay", "pn", ctypes.c_int64)
+        self._repeat = library.call("replay", "pnpn", ctypes.c_int64)
         self._arena = Arena()
         self._programs: dict[Hashable, _Program] = {}
+        self._logits: Callable[[Tensor], Tensor] | None = None
         self.reason: str | None = None
+        self.logits_reason: str | None = None
+
+    def append_logits(self, logits: Callable[[Tensor], Tensor]) -> None:
+        self._logits = logits
 
     def __call__(self, batch: Batch) -> Result:
         if self.reason is not None or not _is_decode(batch):
             return self._forward(batch)
-        key = signature(batch)
-        if key is None:
+        same = batch.key()
+        if same is None:
             return self._forward(batch)
+        tensors = [tensor.contiguous() for tensor in batch.tensors()]
+        tables = [table.contiguous() for table in batch.tables()]
+        key = same, *shapes(tensors, tables)
         program = self._programs.get(key)
         if program is None:
             return self._record(key, batch)
-        program.inputs.put(batch)
-        if self._repeat(program.slots.ctypes.data, len(program.slots)):
+        inputs = program.inputs
+        inputs.refer(tensors, tables)
+        if self._repeat(program.address, program.size, inputs.address, inputs.count):
             return self._forward(batch)  # raises the error of the step
         return program.result
 
     def _record(self, key: Hashable, batch: Batch) -> Result:
-        program, recorder = _Program(batch), Recorder(self._arena)
-        with self._library.listen(recorder), recorder:
-            result = self._forward(program.inputs.step)
+        program = _Program(batch)
+        step = program.inputs.step
+        result, recorder = self._listen(partial(self._forward, step))
+        tensors = result if isinstance(result, tuple) else (result,)
         try:
-            program.slots = recorder.program()
-            several = isinstance(result, tuple)
-            fixed = tuple(map(self._arena.at, result if several else (result,)))
-            program.result = fixed if several else fixed[0]
+            program.extend(recorder.program(), tuple(map(self._arena.at, tensors)))
         except Unrepeatable as why:
             self._give_up(why)
             return result
+        if self._logits and self.logits_reason is None and len(step.sample) == len(step.tokens):
+            self._record_logits(program, self._logits, tensors[0])
         if len(self._programs) >= _MAX_PROGRAMS:
             self._programs.clear()
         self._programs[key] = program
         # Such a model leaves torch nothing to compute that is worth several threads, and torch's
         # threads would spin on the cores that the kernels need.
         torch.set_num_threads(1)
-        return result
+        return program.result
+
+    def _record_logits(
+        self, program: _Program, logits: Callable[[Tensor], Tensor], hidden: Tensor
+    ) -> None:
+        """Append the calls that compute the logits of `hidden`, which must still be alive."""
+        result, recorder = self._listen(partial(logits, hidden))
+        try:
+            program.extend(recorder.program(), (self._arena.at(result),))
+        except Unrepeatable as why:
+            self.logits_reason = str(why)
+            log.debug("steps are recorded without their logits: %s", why)
+
+    def _listen(self, function: Callable[[], Any]) -> tuple[Any, Recorder]:
+        """Return the function's result and a recorder of its calls."""
+        recorder = Recorder(self._arena)
+        with self._library.listen(recorder), recorder:
+            return function(), recorder
 
     def _give_up(self, why: Unrepeatable) -> None:
         self.reason = str(why)

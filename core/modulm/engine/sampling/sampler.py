@@ -152,6 +152,7 @@ class Sampler:
         self._staging = platform.staging()
         self._rows: dict[int, _RowState] = {}
         self._flags = np.zeros(rows, dtype=np.int32)
+        self._flagged: set[int] = set()  # rows with any flag
         self._temperature = np.zeros(rows, dtype=np.float32)
         self._top_k = np.zeros(rows, dtype=np.int32)
         self._top_p = np.ones(rows, dtype=np.float32)
@@ -182,6 +183,8 @@ class Sampler:
             stops = frozenset(start.stop_ids)
             self._rows[row] = _RowState(view, output, constraints, stops, seen, matcher)
         self._flags[row] = flags
+        if flags:
+            self._flagged.add(row)
 
     def _numbers(self, row: int, start: RowStart, params: SamplingParams) -> int:
         self._temperature[row] = 0.0 if params.greedy else min(params.temperature, _HOTTEST)
@@ -199,6 +202,7 @@ class Sampler:
     def release(self, row: int) -> None:
         """Forget a row."""
         self._flags[row] = 0
+        self._flagged.discard(row)
         self._rows.pop(row, None)
         self.processors.release(row)
 
@@ -213,7 +217,7 @@ class Sampler:
         logits: [n, vocabulary], may be overwritten. On devices that queue work this returns before
         it is done, unless a row `waits`.
         """
-        flags = self._flags[rows]
+        flags = self._flags[rows] if self._flagged else self._flags[:0]
         union = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         if union == 0:
             tokens = self.ops.argmax(logits)

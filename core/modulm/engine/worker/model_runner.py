@@ -24,7 +24,7 @@ from modulm.contracts.executor import (
     RowStart,
     StepResult,
 )
-from modulm.contracts.kernels import RecordedForward
+from modulm.contracts.kernels import ForwardWithLogits, RecordedForward
 from modulm.contracts.sampling import PoolingParams, SamplingParams
 from modulm.contracts.step_part import DIRECT, PartRunner, RanStep, RunnerContext
 from modulm.engine.kv_cache.sizing import Sizing, agreed, allocate, cache_budget, share_out
@@ -81,10 +81,11 @@ class ModelRunner:
         self.parts = dict(parts or {})
         self.hooks = RunnerHooks(self.parts)
         self._direct = _direct(self.model, self.hooks.layers)
-        self._record = _recorder(loaded, config)
+        self._record = _recorder(loaded, config, apart=bool(self._sizes or self.hooks.focus))
         self.forget_recordings()
-        #: Hidden states of single layers for step parts, of the last step.
+        #: Of the last pass: hidden states of single layers for step parts, and maybe its logits.
         self._layers: tuple[torch.Tensor, ...] = ()
+        self._passed_logits: torch.Tensor | None = None
         self.platform, self._staging = platform, platform.staging()
         specs, groups = _with_parts(loaded, self.parts.values())
         kinds = 1 + len(self.hooks.vary)
@@ -221,10 +222,12 @@ class ModelRunner:
         step.scores = self._scorer.scores(plan, hidden)
         step.report(self.hooks.collect, plan, hidden)
         if len(rows):
-            if len(places) != len(states) or self._sizes is not None:
+            if len(places) != states.shape[0] or self._sizes is not None:
                 states = states[self._tensor(places) if batch is None else batch.sample]
-            logit_rows = _longer(places, (0, len(states) - len(places)))
-            logits = self._logits(states, *self._focus_of(plan, logit_rows))
+            logit_rows = _longer(places, (0, states.shape[0] - len(places)))
+            logits = self._passed_logits
+            if logits is None:
+                logits = self._logits(states, *self._focus_of(plan, logit_rows))
             if not self._mesh.gives:
                 step.report(self.hooks.follow, plan, hidden, self._layers)
                 return
@@ -256,7 +259,7 @@ class ModelRunner:
         plan, sampling, count = step.plan, step.sampling, len(rows)
         positions = (plan.starts + plan.counts)[sampling]
         own = count if drafts is None else count + int(drafts.sum())
-        more = (0, len(logits) - own)
+        more = (0, logits.shape[0] - own)
         whole = np.pad(rows, more, constant_values=self._spare) if more[1] else rows
         if drafts is None:
             chosen = self.sampler.sample(whole, _longer(positions, more), logits)
@@ -335,7 +338,8 @@ class ModelRunner:
         hidden, *layers = (output,) if isinstance(output, torch.Tensor) else output
         if whole is not plan:
             layers = [states[: len(plan.tokens)] for states in layers]
-        self._layers = tuple(layers)
+        known = len(self.hooks.layers)
+        self._layers, (self._passed_logits, *_) = tuple(layers[:known]), (*layers[known:], None)
         if whole is plan or self._sizes is not None:
             return hidden, batch
         batch = evolve(batch, sample=batch.sample[: len(sample)])
@@ -566,14 +570,22 @@ def _with_parts(
     return specs, groups
 
 
-def _recorder(loaded: Loaded, config: EngineConfig) -> Callable[[Forward], Forward]:
-    """Return the function that records a forward pass.
+def _recorder(loaded: Loaded, config: EngineConfig, *, apart: bool) -> Callable[[Forward], Forward]:
+    """Return the function that records a forward pass; with its logits unless they are `apart`.
 
     Replicas that share experts do not record: their exchanges differ in size from step to step.
     """
     if config.model.enforce_eager or config.parallel.shared_experts:
         return lambda forward: forward
-    return loaded.ops.recorded
+    apart |= config.model.batch_invariant or config.parallel.pipeline_parallel_size > 1
+
+    def record(forward: Forward) -> Forward:
+        recorded = loaded.ops.recorded(forward)
+        if isinstance(recorded, ForwardWithLogits) and not apart:
+            recorded.append_logits(loaded.model.logits)
+        return recorded
+
+    return record
 
 
 def _by_group(builder: BatchBuilder) -> dict[int, list[torch.Tensor]]:

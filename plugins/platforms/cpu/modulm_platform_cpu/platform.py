@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from modulm.contracts.platform import Binding, Memory, Platform, Probe
+from modulm.contracts.platform import Binding, Memory, Platform, Probe, Staging, Transfer
 from modulm_platform_cpu.memory import (
     give_back,
     keep_freed_memory,
@@ -21,6 +22,21 @@ from modulm_platform_cpu.memory import (
 from modulm_platform_cpu.nodes import bind, read_nodes, settle
 
 __all__ = ["CpuPlatform"]
+
+
+class _Views(Staging):
+    """Tensors are views of the arrays."""
+
+    def send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
+        return tuple([torch.from_numpy(array) for array in arrays])
+
+
+class _Values(Transfer):
+    """Values that are in host memory already."""
+
+    def wait(self) -> tuple[np.ndarray, ...]:
+        return tuple([tensor.numpy() for tensor in self._tensors])
+
 
 #: Flags in /proc/cpuinfo ("flags" on x86, "Features" on Arm) of bf16 and fp16 arithmetic.
 _BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -110,6 +126,12 @@ class CpuPlatform(Platform):
         """
         size = math.prod(shape) * dtype.itemsize
         return lazy_zeros(size).view(dtype).view(tuple(shape))
+
+    def staging(self) -> Staging:
+        return _Views(self.device)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Transfer:
+        return _Values(tensors)
 
     def empty_cache(self) -> None:
         give_back()

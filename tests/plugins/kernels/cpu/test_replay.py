@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from samples import parametrize_sample
 
 from modulm import LLM, SamplingParams
@@ -142,6 +142,44 @@ def test_prompts_and_large_steps_run_as_they_are():
     assert toy.calls == 2
 
 
+@pytest.mark.parametrize("spoil", [lambda x: x, lambda x: x * 2])
+def test_logits_follow_in_the_same_call_where_all_tokens_are_sampled(spoil):
+    toy, cache, other = Toy(), a_cache(), a_cache()
+    head = ops()["pack_linear"](torch.randn(100, HIDDEN).bfloat16() / 8)
+    seen = []
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden)
+        return spoil(ops()["linear"](hidden, head))
+
+    replay = Replay(load(), toy.forward)
+    replay.append_logits(logits)
+    recorded = spoil(1) == 1
+    for rows, length in [(1, 5), (3, 40), (1, 700), (3, 41), (1, 6)]:
+        actual = replay(a_batch(rows, length, length, cache))
+        hidden = toy.forward(a_batch(rows, length, length, other))
+        if recorded:
+            actual, after = actual
+            assert torch.equal(after, logits(hidden))
+        assert torch.equal(actual, hidden)
+    assert replay.reason is None
+    assert (replay.logits_reason is None) == recorded
+    calls = len(seen)
+    few = evolve(a_batch(3, 41, 0, cache), sample=torch.arange(2))
+    assert isinstance(replay(few), torch.Tensor)
+    assert len(seen) == calls
+
+
+def test_inputs_that_are_not_contiguous():
+    toy, cache, other = Toy(), a_cache(), a_cache()
+    replay = Replay(load(), toy.forward)
+    for length in (90, 91, 92):
+        batch = a_batch(3, length, length, cache)
+        wide = torch.stack([batch.tokens, batch.tokens + 1], 1)
+        expected = toy.forward(a_batch(3, length, length, other))
+        assert torch.equal(replay(evolve(batch, tokens=wide[:, 0])), expected)
+
+
 def test_a_token_out_of_range_is_the_models_error():
     toy, cache = Toy(), a_cache()
     replay = Replay(load(), toy.forward)
@@ -189,4 +227,8 @@ def test_text_with_and_without_recorded_steps(tmp_path, architecture, monkeypatc
     assert texts[0] == texts[1]
     (replay,) = replays
     assert replay.reason is None
+    assert all(
+        len(program.tensors) == 1 + (replay.logits_reason is None)
+        for program in replay._programs.values()
+    )
     assert replay._programs
