@@ -21,18 +21,20 @@ inline float high_of(uint32_t pair) {
 
 template <int Rows, int Vectors>
 inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
-                 float* sums, bool stream) {
+                 float* sums, bool stream, Ahead* next) {
+  const int64_t distance = stream_distance(kStreamAhead);
   vf c[Rows][Vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
   for (int64_t k = 0; k < pairs; k++, b += ldb) {
+    if (next) next->fetch();
     vu line[Vectors];
 #pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) {
       line[v] = load_raw<vu>(b + v * kLanes);
-      if (stream) __builtin_prefetch(b + v * kLanes + kStreamAhead, 0, 2);
+      if (stream) __builtin_prefetch(b + v * kLanes + distance, 0, 2);
     }
 #if defined(MODULM_BF16_DOT)
 #pragma GCC unroll 8
@@ -64,17 +66,17 @@ inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int
 
 template <int Vectors>
 inline void tile_rows(int rows, const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb,
-                      int64_t pairs, float* sums, bool stream) {
+                      int64_t pairs, float* sums, bool stream, Ahead* next) {
   switch (rows) {
-    case 1: return tile<1, Vectors>(a, lda, b, ldb, pairs, sums, stream);
-    case 2: return tile<2, Vectors>(a, lda, b, ldb, pairs, sums, stream);
+    case 1: return tile<1, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
+    case 2: return tile<2, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
 #if defined(MODULM_MANY_REGISTERS)
-    case 3: return tile<3, Vectors>(a, lda, b, ldb, pairs, sums, stream);
-    case 4: return tile<4, Vectors>(a, lda, b, ldb, pairs, sums, stream);
+    case 3: return tile<3, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
+    case 4: return tile<4, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
 #endif
 #if defined(MODULM_BF16_DOT)
-    case 5: return tile<5, Vectors>(a, lda, b, ldb, pairs, sums, stream);
-    case 6: return tile<6, Vectors>(a, lda, b, ldb, pairs, sums, stream);
+    case 5: return tile<5, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
+    case 6: return tile<6, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
 #endif
   }
 }
@@ -212,7 +214,7 @@ inline void float_panel(int rows, const float* a, int64_t lda, const T* b, int w
 }  // namespace
 
 void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t ldb,
-              int64_t pairs, float* sums, bool stream) {
+              int64_t pairs, float* sums, bool stream, [[maybe_unused]] Ahead* next) {
 #if defined(__AMX_BF16__)
   amx_multiply(rows, a, lda, b, width, ldb, pairs, sums, stream);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -228,8 +230,9 @@ void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width
   constexpr int step = kTileVectors * kLanes;
   int c = 0;
   for (; c + step <= width; c += step)
-    tile_rows<kTileVectors>(rows, a, lda, b + c, ldb, pairs, sums + c, stream);
-  for (; c < width; c += kLanes) tile_rows<1>(rows, a, lda, b + c, ldb, pairs, sums + c, stream);
+    tile_rows<kTileVectors>(rows, a, lda, b + c, ldb, pairs, sums + c, stream, next);
+  for (; c < width; c += kLanes)
+    tile_rows<1>(rows, a, lda, b + c, ldb, pairs, sums + c, stream, next);
 #endif
 }
 

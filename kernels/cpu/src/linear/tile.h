@@ -50,9 +50,10 @@ constexpr int kFloatRows = 2;
 #endif
 
 // width: 16, 32, 48 or 64. rows: 1 to kBlockRows. pairs: a multiple of 16. `stream`: b is read from
-// memory sequentially, so prefetch it.
+// memory sequentially, so prefetch it. `next`: what is needed after it, fetched in a
+// portion for each pair, except by tile registers and AVX2.
 void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t ldb,
-              int64_t pairs, float* sums, bool stream = false);
+              int64_t pairs, float* sums, bool stream = false, Ahead* next = nullptr);
 
 // The same for weights in fp32 or fp16: sums[rows][64] += a[rows][ks] * b[ks][0..width], a in fp32;
 // rows: 1 to kFloatRows.

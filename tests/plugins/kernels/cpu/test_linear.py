@@ -323,6 +323,15 @@ def test_the_largest_sums_of_integers(ops, outputs, activations):
             assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
 
 
+def test_a_row_is_the_same_whatever_is_fetched_meanwhile(ops):
+    """Up to 128 rows of bf16 meet shorter chunks of k than more rows do."""
+    packed = ops["pack_linear"](torch.randn(80, 2100).bfloat16())
+    x = torch.randn(150, 2100).bfloat16()
+    whole = ops["linear"](x, packed)
+    for rows in (6, 7, 8, 13, 64, 128, 129):
+        assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
+
+
 @pytest.mark.parametrize("outputs", [16, 64, 192, 208])
 def test_one_row_loses_what_many_rows_lose(ops, outputs):
     """Products around the smallest normal number, where instructions differ in what they flush."""
