@@ -1,4 +1,4 @@
-"""Rows that nobody samples skip the last layer's feed-forward part; nothing else changes."""
+"""Rows that nobody samples skip the last layer after its attention; nothing else changes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ PROMPTS = [list(range(5, 75)), [9, 4, 8] * 30, [17]]
 PARAMS = SamplingParams(temperature=0, max_tokens=4, logprobs=3, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    folder = make_tiny(tmp_path_factory.mktemp("last") / "tiny", "Qwen3MoeForCausalLM")
+#: The pre-norm block, with norms after its branches, and with its branches side by side.
+BLOCKS = ("Qwen3MoeForCausalLM", "Glm4ForCausalLM", "PhiForCausalLM")
+
+
+@pytest.fixture(scope="module", params=BLOCKS)
+def llm(request, tmp_path_factory):
+    folder = make_tiny(tmp_path_factory.mktemp("last") / "tiny", request.param)
     flags = {"enable_prefix_caching": False, "num_gpu_blocks_override": 64}
     with LLM(str(folder), max_num_batched_tokens=64, max_model_len=128, **flags) as made:
         yield made
@@ -21,10 +25,13 @@ def llm(tmp_path_factory):
 
 @pytest.fixture
 def counted(llm, monkeypatch):
-    """Numbers of tokens that went through the feed-forward part of the first and the last layer."""
-    counts: dict[int, list[int]] = {0: [], -1: []}
+    """Numbers of tokens that went through the feed-forward part of the first and the last layer,
+    and through the output projection of the last one's attention.
+    """
+    counts: dict[int | str, list[int]] = {0: [], -1: [], "out": []}
+    layers = llm._core.loop.executor._worker.runner.model.layers
     for index, list_of in counts.items():
-        module = llm._core.loop.executor._worker.runner.model.layers[index].mlp
+        module = layers[-1].attn.out if index == "out" else layers[index].mlp
 
         def forward(x, whole=module.forward, seen=list_of):
             seen.append(len(x))
@@ -47,6 +54,7 @@ def test_the_last_layer_computes_what_is_sampled(llm, counted, monkeypatch) -> N
     first, last = sum(counted[0]), sum(counted[-1])
     assert first > sum(map(len, PROMPTS))
     assert last == first - sum(map(len, PROMPTS)) + len(PROMPTS)
+    assert sum(counted["out"]) == last
     monkeypatch.setattr(llm._core.loop.executor._worker.runner, "_narrow", False)
     assert answers(llm) == narrow
     assert sum(counted[-1]) - last >= sum(map(len, PROMPTS))
@@ -54,6 +62,6 @@ def test_the_last_layer_computes_what_is_sampled(llm, counted, monkeypatch) -> N
 
 def test_a_scored_prompt_is_computed_whole(llm, counted) -> None:
     scored = answers(llm, PARAMS.with_(prompt_logprobs=0))
-    assert counted[0] == counted[-1]
+    assert counted[0] == counted[-1] == counted["out"]
     assert [len(each[2]) for each in scored] == [len(prompt) for prompt in PROMPTS]
     assert [each[:2] for each in scored] == [each[:2] for each in answers(llm)]

@@ -181,8 +181,16 @@ class Attention(Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, outputs]."""
+        return self.project_out(self.attend(x, batch), x)
+
+    def sampled(self, x: Tensor, batch: Batch) -> Tensor:
+        """Compute what `forward` does for the tokens in `batch.sample` only: [n, outputs]."""
+        return self.project_out(self.attend(x, batch)[batch.sample], x[batch.sample])
+
+    def attend(self, x: Tensor, batch: Batch) -> Tensor:
+        """Cache keys and values and attend: [tokens, hidden] -> [tokens, heads, value_dim]."""
         qkv = self.qkv(x)
-        out = qkv.new_empty(x.shape[0], self.heads, self.value_dim)
+        out: Tensor = qkv.new_empty(x.shape[0], self.heads, self.value_dim)
         cache, plan, positions = batch.caches[self.cache], batch.plan(self.cache), batch.positions
         inputs, prepare = self._constant or self._bind(qkv, positions)
         turn: tuple[Tensor, ...] = (positions,)
@@ -195,7 +203,7 @@ class Attention(Module):
         ):
             q, k, v = self._project(qkv, *turn)
             self.backend.forward(q, k, v, cache, plan, out, inputs)
-        return self.project_out(out, x)
+        return out
 
     def project_out(self, out: Tensor, x: Tensor) -> Tensor:
         """Gate and project the heads' outputs; out: [tokens, heads, value_dim], x: the input."""

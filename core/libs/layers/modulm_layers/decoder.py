@@ -146,7 +146,7 @@ class DecoderForCausalLM(Module, Model):
         residual: Tensor | None = batch.carried[1] if len(batch.carried) > 1 else None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            if batch.only_sampled and index == last and isinstance(layer, PreNormLayer):
+            if batch.only_sampled and index == last and isinstance(layer, _LAYERS):
                 return layer.sampled(x, residual, batch)
             x, residual = layer(x, residual, batch)
             if index in selected and captured is not None:
@@ -175,7 +175,11 @@ class PreNormLayer(Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x, residual: [tokens, hidden]."""
         x, residual = self.attn_norm.add(x, residual)
-        x, residual = self.mlp_norm.add(self.attn(x, batch), residual)
+        return self.feed_forward(self.attn(x, batch), residual)
+
+    def feed_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute what follows the attention; x: its output, residual: the stream before it."""
+        x, residual = self.mlp_norm.add(x, residual)
         return self.mlp(x), residual
 
     def norm_readers(self) -> tuple[tuple[Norm, tuple[Module, ...]], ...]:
@@ -188,19 +192,17 @@ class PreNormLayer(Module):
         """Compute the last layer for the tokens in `batch.sample` only: [n, hidden].
 
         The other tokens go through the attention, whose keys and values are cached, but not through
-        the feed-forward part. Without samples, or in a layer that computes something else, this
-        returns all tokens.
+        its output projection and the feed-forward part. Without samples, or in a layer with a
+        `forward` of its own, this returns all tokens.
         """
         if type(self).forward is not PreNormLayer.forward:
             whole: tuple[Tensor, Tensor | None] = self(x, residual, batch)
             return whole
         x, residual = self.attn_norm.add(x, residual)
-        x = self.attn(x, batch)
+        attended = _attend_sampled(self.attn, x, batch)
         if not len(batch.sample):
             return x, residual
-        x, residual = x[batch.sample], residual[batch.sample]
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+        return self.feed_forward(attended, residual[batch.sample])
 
 
 class SandwichLayer(PreNormLayer):
@@ -213,12 +215,8 @@ class SandwichLayer(PreNormLayer):
         super().__init__(attn_norm, attn, mlp_norm, mlp)
         self.attn_post, self.mlp_post = attn_post, mlp_post
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor | None]:
-        """x, residual: [tokens, hidden]."""
-        x, residual = self.attn_norm.add(x, residual)
-        x, residual = self.mlp_norm.add(self.attn_post(self.attn(x, batch)), residual)
+    def feed_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.mlp_norm.add(self.attn_post(x), residual)
         return self.mlp_post(self.mlp(x)), residual
 
 
@@ -240,11 +238,38 @@ class ParallelLayer(Module):
         inner = x if self.mlp_norm is None else self.mlp_norm(stream)
         return self.norm.ops.add(self.attn(x, batch), self.mlp(inner)), stream
 
+    def sampled(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the last layer for sampled tokens only; see `PreNormLayer.sampled`."""
+        if type(self).forward is not ParallelLayer.forward:
+            whole: tuple[Tensor, Tensor | None] = self(x, residual, batch)
+            return whole
+        x, stream = self.norm.add(x, residual)
+        attended = _attend_sampled(self.attn, x, batch)
+        if not len(batch.sample):
+            return x, stream
+        x, stream = x[batch.sample], stream[batch.sample]
+        inner = x if self.mlp_norm is None else self.mlp_norm(stream)
+        return self.norm.ops.add(attended, self.mlp(inner)), stream
+
     def norm_readers(self) -> tuple[tuple[Norm, tuple[Module, ...]], ...]:
         """Return each norm with the modules that read its result."""
         if self.mlp_norm is None:
             return ((self.norm, (self.attn, self.mlp)),)
         return (self.norm, (self.attn,)), (self.mlp_norm, (self.mlp,))
+
+
+#: Layers that can leave out tokens that are not sampled.
+_LAYERS = (PreNormLayer, ParallelLayer)
+
+
+def _attend_sampled(attn: Module, x: Tensor, batch: Batch) -> Tensor:
+    """Cache all tokens, and return the attention's output for those in `batch.sample`."""
+    if isinstance(attn, Attention) and type(attn).forward is Attention.forward:
+        return attn.sampled(x, batch)
+    whole: Tensor = attn(x, batch)
+    return whole[batch.sample]
 
 
 def _layer(make: Any, config: Any, index: int, b: Builder) -> object:

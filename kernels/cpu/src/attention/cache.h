@@ -143,8 +143,9 @@ inline void put_token(const Cache& c, int64_t slot, int64_t head, const K* k, in
 constexpr int64_t kNeighbours = 16;
 
 // Keys [kNeighbours][size], padded, of bf16 pairs, from token `at` of a block on, a multiple.
-inline void scatter_keys(const Cache& c, bf16* keys, int64_t at, const bf16* from) {
-  transpose(reinterpret_cast<const float*>(from), c.size / 2, kNeighbours, c.size / 2,
+// stride: between keys, in elements; even.
+inline void scatter_keys(const Cache& c, bf16* keys, int64_t at, const bf16* from, int64_t stride) {
+  transpose(reinterpret_cast<const float*>(from), stride / 2, kNeighbours, c.size / 2,
             reinterpret_cast<float*>(keys) + at, c.block);
 }
 

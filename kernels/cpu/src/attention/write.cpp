@@ -1,14 +1,15 @@
 // Writing the cache: alone, or fused with the split, norm and rotation of a qkv projection.
 #include "attention/cache.h"
+#include "attention/prepare.h"
 #include "base/pool.h"
 #include "base/replay.h"
-#include "norm/norm.h"
-#include "rope/rope.h"
 
 namespace modulm {
 namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
+constexpr int64_t kTokensAhead = 2;  // whose projections are fetched
+constexpr int kKeysOfTask = 3;       // scratch slot
 
 // Tokens per task: two groups of adjacent tokens if every thread still gets several tasks.
 int64_t grain(int64_t tokens, int64_t elements) {
@@ -34,10 +35,22 @@ template <class T, class Key, class Value>
 void put_neighbours(const Cache& c, int64_t slot, int64_t head, int64_t size, int64_t value_size,
                     const Key& key, const Value& value) {
   alignas(64) bf16 rows[kNeighbours * kMaxSize];
-  T row[kMaxSize];
   const int64_t id = slot / c.block, at = slot % c.block;
+  if constexpr (std::is_same_v<T, bf16>) {
+    const bf16* keys[kNeighbours];  // evenly spaced
+    for (int64_t n = 0; n < kNeighbours; n++) keys[n] = key(n, rows + n * size);
+    const int64_t spacing = keys[1] - keys[0];
+    if (size == c.size && value_size == c.value_size && spacing % 2 == 0) {
+      scatter_keys(c, reinterpret_cast<bf16*>(c.keys(id, head)), at, keys[0], spacing);
+      for (int64_t n = 0; n < kNeighbours; n += 2)
+        scatter_pair(c, reinterpret_cast<bf16*>(c.values(id, head)), at + n, value(n),
+                     value(n + 1));
+      return;
+    }
+  }
+  T row[kMaxSize];
   for (int64_t n = 0; n < kNeighbours; n++) encode(key(n, row), size, c.size, rows + n * c.size);
-  scatter_keys(c, reinterpret_cast<bf16*>(c.keys(id, head)), at, rows);
+  scatter_keys(c, reinterpret_cast<bf16*>(c.keys(id, head)), at, rows, c.size);
   for (int64_t n = 0; n < kNeighbours; n++)
     encode(value(n), value_size, c.value_size, rows + n * c.value_size);
   for (int64_t n = 0; n < kNeighbours; n += 2)
@@ -52,30 +65,29 @@ template <class E, class T>
   put_token<E>(c, slot, head, k, size, v, value_size);
 }
 
-// The norm and the rotation of a query or a key.
-struct Preparation {
-  int64_t size;
-  int norm_dtype;
-  float eps, offset;
-  const void* table;
-  int64_t turned;
-  int table_dtype;
-  const int64_t* positions;
-  bool neox;
-
-  // Not inlined: it is the same for queries, keys and all formats of a cache.
-  template <class T>
-  [[gnu::noinline]] void operator()(const T* from, const void* norm, int64_t token, T* to) const {
-    if (!norm) std::memcpy(to, from, size * sizeof(T));
-    else if (norm_dtype == kF32)
-      rms_row(from, static_cast<const float*>(norm), eps, offset, to, size);
-    else rms_row(from, static_cast<const T*>(norm), eps, offset, to, size);
-    if (!table) return;
-    const int64_t row = positions[token] * turned;
-    if (table_dtype == kF32) rotate_head(to, static_cast<const float*>(table) + row, turned, neox);
-    else rotate_head(to, static_cast<const T*>(table) + row, turned, neox);
+// Writes tokens [begin, end) whose slots are not negative. key(token, head, to): a head's key, which
+// it may write to `to`; value(token, head).
+template <class E, class T, class Key, class Value>
+void write_tokens(const Cache& cache, const int64_t* slots, int64_t begin, int64_t end,
+                  int64_t size, int64_t value_size, const Key& key, const Value& value) {
+  for (int64_t i = begin; i < end; i++) {
+    if (slots[i] < 0) continue;
+    if constexpr (kManyAtOnce<E>)
+      if (neighbours(cache, slots, i, end)) {
+        for (int64_t h = 0; h < cache.heads; h++)
+          put_neighbours<T>(
+              cache, slots[i], h, size, value_size,
+              [&](int64_t n, T* to) { return key(i + n, h, to); },
+              [&](int64_t n) { return value(i + n, h); });
+        i += kNeighbours - 1;
+        continue;
+      }
+    for (int64_t h = 0; h < cache.heads; h++) {
+      T one[kMaxSize];
+      put<E>(cache, slots[i], h, key(i, h, one), size, value(i, h), value_size);
+    }
   }
-};
+}
 
 }  // namespace
 }  // namespace modulm
@@ -96,26 +108,14 @@ MODULM_API void modulm_write_kv(const void* k, int64_t k_token, int64_t k_head, 
     with_cache(cache_dtype, [&](auto e) {
       using E = decltype(e);
       parallel_runs(tokens, grain(tokens, heads * size), [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) {
-          if (slots[i] < 0) continue;
-          if constexpr (kManyAtOnce<E>)
-            if (neighbours(cache, slots, i, end)) {
-              for (int64_t h = 0; h < heads; h++)
-                put_neighbours<T>(
-                    cache, slots[i], h, size, value_size,
-                    [&](int64_t n, T*) {
-                      return static_cast<const T*>(k) + (i + n) * k_token + h * k_head;
-                    },
-                    [&](int64_t n) {
-                      return static_cast<const T*>(v) + (i + n) * v_token + h * v_head;
-                    });
-              i += kNeighbours - 1;
-              continue;
-            }
-          for (int64_t h = 0; h < heads; h++)
-            put<E>(cache, slots[i], h, static_cast<const T*>(k) + i * k_token + h * k_head, size,
-                   static_cast<const T*>(v) + i * v_token + h * v_head, value_size);
-        }
+        write_tokens<E, T>(
+            cache, slots, begin, end, size, value_size,
+            [&](int64_t i, int64_t h, T*) {
+              return static_cast<const T*>(k) + i * k_token + h * k_head;
+            },
+            [&](int64_t i, int64_t h) {
+              return static_cast<const T*>(v) + i * v_token + h * v_head;
+            });
       });
     });
   });
@@ -142,32 +142,35 @@ MODULM_API void modulm_qkv_prepare(const void* qkv, int64_t stride, int64_t toke
       using E = decltype(e);
       parallel_runs(tokens, grain(tokens, per_token), [&](int64_t begin, int64_t end) {
         auto row = [&](int64_t i) { return static_cast<const T*>(qkv) + i * stride; };
-        auto key = [&](int64_t i, int64_t h, T* to) -> const T* {
-          prepare(row(i) + (q_heads + h) * size, k_norm, i, to);
-          return to;
-        };
         auto value = [&](int64_t i, int64_t h) { return row(i) + (q_heads + heads + h) * size; };
+        auto queries = [&](int64_t i) { return static_cast<T*>(q_out) + i * q_heads * size; };
+#if defined(__AVX512F__)
+        if constexpr (std::is_same_v<T, bf16>)
+          if (WholeHeads::fit(prepare)) {
+            const WholeHeads query(prepare, q_norm), key(prepare, k_norm);
+            auto keys = static_cast<bf16*>(scratch(kKeysOfTask, (end - begin) * heads * size * 2));
+            auto key_at = [&](int64_t i) { return keys + (i - begin) * heads * size; };
+            for (int64_t i = begin; i < end; i++) {
+              const T* next = row(i + kTokensAhead < end ? i + kTokensAhead : i);
+              for (int64_t k = 0; k < per_token; k += 32) __builtin_prefetch(next + k, 0, 2);
+              query(row(i), q_heads, i, queries(i));
+              key(row(i) + q_heads * size, heads, i, key_at(i));
+            }
+            return write_tokens<E, T>(
+                cache, slots, begin, end, size, size,
+                [&](int64_t i, int64_t h, T*) { return key_at(i) + h * size; }, value);
+          }
+#endif
         for (int64_t i = begin; i < end; i++)
           for (int64_t h = 0; h < q_heads; h++)
-            prepare(row(i) + h * size, q_norm, i,
-                    static_cast<T*>(q_out) + (i * q_heads + h) * size);
-        for (int64_t i = begin; i < end; i++) {
-          if (slots[i] < 0) continue;
-          if constexpr (kManyAtOnce<E>)
-            if (neighbours(cache, slots, i, end)) {
-              for (int64_t h = 0; h < heads; h++)
-                put_neighbours<T>(
-                    cache, slots[i], h, size, size,
-                    [&](int64_t n, T* to) { return key(i + n, h, to); },
-                    [&](int64_t n) { return value(i + n, h); });
-              i += kNeighbours - 1;
-              continue;
-            }
-          for (int64_t h = 0; h < heads; h++) {
-            T one[kMaxSize];
-            put<E>(cache, slots[i], h, key(i, h, one), size, value(i, h), size);
-          }
-        }
+            prepare(row(i) + h * size, q_norm, i, queries(i) + h * size);
+        write_tokens<E, T>(
+            cache, slots, begin, end, size, size,
+            [&](int64_t i, int64_t h, T* to) -> const T* {
+              prepare(row(i) + (q_heads + h) * size, k_norm, i, to);
+              return to;
+            },
+            value);
       });
     });
   });

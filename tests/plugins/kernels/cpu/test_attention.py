@@ -245,6 +245,37 @@ def test_qkv_prepare(ops, dtype, neox, norm, turned):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("norm", "table"), [(True, "fp32"), (True, "own"), (True, ""), (False, "own")]
+)
+def test_qkv_prepare_is_its_parts_one_after_the_other(ops, dtype, size, norm, table):
+    tokens, heads, kv_heads, block = 70, 9, 2, 32
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size).to(dtype)
+    weights = [torch.randn(size).to(dtype) for _ in "qk"] if norm else [None, None]
+    cos_sin = torch.randn(100, size).to(dtype if table == "own" else torch.float32)
+    slots, positions = torch.arange(tokens) + 3, torch.randint(100, (tokens,))
+    fused = torch.zeros(cache_shape(4, kv_heads, block, size), dtype=dtype)
+    apart = fused.clone()
+    out = poisoned(tokens, heads, size, dtype=dtype)
+    ops["qkv_prepare"](
+        qkv, *weights, 1e-6, cos_sin if table else None, positions, slots, fused, heads, kv_heads,
+        True, out, 1.0,
+    )  # fmt: skip
+    q, k, v = qkv.view(tokens, -1, size).split([heads, kv_heads, kv_heads], dim=1)
+    if norm:
+        q, k = (
+            ops["rms_norm"](x, w, 1e-6, None, 1.0) for x, w in zip((q, k), weights, strict=True)
+        )
+    q, k = q.clone(), k.clone()
+    if table:
+        ops["rotary"](q, k, positions, cos_sin)
+    ops["write_kv"](k, v, apart, slots)
+    assert torch.equal(out, q)
+    assert torch.equal(fused, apart)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("first", [0, 16, 5])
 def test_neighbours_written_together_are_written_as_one_by_one(ops, dtype, first):
     tokens, heads, size, block = 300, 2, 40, 64
