@@ -26,40 +26,71 @@ void run_tasks_of(int64_t tasks, int64_t splits, F&& f) {
   parallel_near(tasks, [&](int64_t task) { f(task, task + 1 < tasks ? task + 1 : -1); });
 }
 
-// One task per tile and kv head. Tiles of one head follow each other: they share keys and values.
+// How tiles and kv heads become tasks: with few rows, a task has neighbouring heads, which lie next to
+// each other in a block of the cache, and the tasks of a thread follow the blocks. Otherwise a task has
+// one head, and tiles of one head follow each other: they share keys and values.
+struct Division {
+  int64_t heads = 1, groups;  // of a task; tasks that have all heads
+  bool by_tile = false;
+
+  template <class Math>
+  static Division of(const Problem& p, const PlanHead& head) {
+    const int64_t all = p.cache.heads;
+    Division d{1, all, Walk<Math>::in_turn(p.cache, head.most_rows)};
+    if (!d.by_tile) return d;
+    d.heads = std::min(all, kMostBytes / (kChunk / kPiece * p.cache.head_bytes()));
+    while (d.heads > 1 && (all % d.heads || head.parts * all / d.heads < 8 * threads())) d.heads--;
+    d.heads = std::max<int64_t>(d.heads, 1);
+    d.groups = all / d.heads;
+    return d;
+  }
+
+  // Of `count` tiles or parts of tiles.
+  int64_t index(int64_t task, int64_t count) const { return by_tile ? task / groups : task % count; }
+  int64_t group(int64_t task, int64_t count) const { return by_tile ? task % groups : task / count; }
+
+ private:
+  // Of a chunk of all heads. The next one is fetched meanwhile, and both are in a second-level cache.
+  static constexpr int64_t kMostBytes = 288 << 10;
+};
+
+// One task per tile and group of heads.
 template <class Math>
-void run_whole(const Problem& p, const Tile* tiles, const PlanHead& head) {
-  const int64_t count = head.tiles, heads = p.cache.heads;
-  run_tasks_of(count * heads, head.parts * heads, [&](int64_t task, int64_t next) {
-    const Tile& tile = tiles[task % count];
-    Walk<Math> walk(p, tile, task / count);
-    int64_t rows = padded_rows(tile.rows), floats = State::floats(rows, p.value_size);
+void run_whole(const Problem& p, const Tile* tiles, const PlanHead& head, const Division& by) {
+  const int64_t count = head.tiles, tasks = count * by.groups;
+  run_tasks_of(tasks, head.parts * by.groups, [&](int64_t task, int64_t next) {
+    const Tile& tile = tiles[by.index(task, count)];
+    const int64_t first_head = by.group(task, count) * by.heads;
+    Walk<Math> walk(p, tile, first_head, by.heads);
+    const int64_t rows = by.heads * padded_rows(tile.rows);
+    const int64_t floats = State::floats(rows, p.value_size);
     auto memory = static_cast<float*>(scratch(2, 2 * floats * int64_t(sizeof(float))));
     State state(memory, rows, p.value_size), part(memory + floats, rows, p.value_size);
     int64_t first = tile.begin / kSplit;
     for (int64_t i = 0; i < std::max<int64_t>(tile.splits(), 1); i++) {
-      const Tile& after = tiles[next < 0 ? 0 : next % count];
-      if (i + 1 < tile.splits()) walk.then(tile, task / count, first + i + 1);
-      else if (next >= 0) walk.then(after, next / count, after.begin / kSplit);
+      const Tile& after = tiles[next < 0 ? 0 : by.index(next, count)];
+      if (i + 1 < tile.splits()) walk.then(tile, first_head, first + i + 1);
+      else if (next >= 0) walk.then(after, by.group(next, count) * by.heads, after.begin / kSplit);
       else walk.last();
       walk.split(first + i, i ? part : state);
-      if (i) merge(state, part, tile.rows);
+      if (i) merge(state, part, int(by.heads) * tile.rows);
     }
     walk.deliver(state);
     release_tiles();
   });
 }
 
-// One task per split, for few long sequences on many threads; then the merges.
+// One task per split and group of heads, for few long sequences on many threads; then the merges.
 template <class Math>
-void run_split(const Problem& p, const Tile* tiles, const PlanHead& head) {
-  int64_t rows = padded_rows(head.most_rows), floats = State::floats(rows, p.value_size);
-  int64_t count = head.tiles;
-  auto memory = static_cast<float*>(
-      scratch(0, head.parts * p.cache.heads * floats * int64_t(sizeof(float))));
-  auto state = [&](int64_t kv_head, int64_t part) {
-    return State(memory + (kv_head * head.parts + part) * floats, rows, p.value_size);
+void run_split(const Problem& p, const Tile* tiles, const PlanHead& head, const Division& by) {
+  const int64_t rows = by.heads * padded_rows(head.most_rows);
+  const int64_t floats = State::floats(rows, p.value_size), count = head.tiles, parts = head.parts;
+  const int64_t tasks = parts * by.groups;
+  auto memory = static_cast<float*>(scratch(0, tasks * floats * int64_t(sizeof(float))));
+  auto state = [&](int64_t group, int64_t part) {
+    return State(memory + (group * parts + part) * floats, rows, p.value_size);
   };
+  constexpr int64_t kAhead = 4;  // states that another thread may have written
   auto tile_of = [&](int64_t part) {
     const Tile* tile = tiles + count - 1;
     while (tile->part > part) tile--;
@@ -68,24 +99,27 @@ void run_split(const Problem& p, const Tile* tiles, const PlanHead& head) {
   auto index = [](const Tile* tile, int64_t part) {
     return tile->begin / kSplit + part - tile->part;
   };
-  const int64_t tasks = head.parts * p.cache.heads;
   run_tasks_of(tasks, tasks, [&](int64_t task, int64_t next) {
-    int64_t kv_head = task / head.parts, part = task % head.parts;
+    const int64_t group = by.group(task, parts), part = by.index(task, parts);
     const Tile* tile = tile_of(part);
-    Walk<Math> walk(p, *tile, kv_head);
+    Walk<Math> walk(p, *tile, group * by.heads, by.heads);
     if (next >= 0) {
-      const Tile* after = tile_of(next % head.parts);
-      walk.then(*after, next / head.parts, index(after, next % head.parts));
+      const int64_t next_part = by.index(next, parts);
+      const Tile* after = tile_of(next_part);
+      walk.then(*after, by.group(next, parts) * by.heads, index(after, next_part));
     }
-    walk.split(index(tile, part), state(kv_head, part));
+    walk.split(index(tile, part), state(group, part));
     release_tiles();
   });
   parallel(count * p.cache.heads, [&](int64_t task, int) {
     const Tile& tile = tiles[task % count];
-    int64_t kv_head = task / count;
-    State first = state(kv_head, tile.part);
-    for (int64_t i = 1; i < tile.splits(); i++)
-      merge(first, state(kv_head, tile.part + i), tile.rows);
+    const int64_t kv_head = task / count, row = kv_head % by.heads * tile.rows;
+    auto split = [&](int64_t i) { return state(kv_head / by.heads, tile.part + i).from(row); };
+    const State first = split(0);
+    for (int64_t i = 1; i < tile.splits(); i++) {
+      if (i + kAhead < tile.splits()) split(i + kAhead).fetch(tile.rows);
+      merge(first, split(i), tile.rows);
+    }
     Walk<Math>(p, tile, kv_head).deliver(first);
   });
 }
@@ -93,9 +127,10 @@ void run_split(const Problem& p, const Tile* tiles, const PlanHead& head) {
 template <class Math>
 void run(const Problem& p, const Tile* plan) {
   const PlanHead& head = *reinterpret_cast<const PlanHead*>(plan);
-  bool few = head.tiles * p.cache.heads < 4 * threads();
-  if (few && head.most_splits > 2 && threads() > 1) run_split<Math>(p, plan + 1, head);
-  else run_whole<Math>(p, plan + 1, head);
+  const Division by = Division::of<Math>(p, head);
+  bool few = head.tiles * by.groups < 4 * threads();
+  if (few && head.most_splits > 2 && threads() > 1) run_split<Math>(p, plan + 1, head, by);
+  else run_whole<Math>(p, plan + 1, head, by);
 }
 
 }  // namespace

@@ -28,7 +28,18 @@ struct State {
   static int64_t floats(int64_t rows, int64_t value_size) {
     return div_up(rows * (2 + row_floats(value_size)), 16) * 16;
   }
+  // The rows from one on.
+  State from(int64_t row) const {
+    State rest = *this;
+    rest.peak += row, rest.total += row, rest.values += row * stride;
+    return rest;
+  }
   float* row(int64_t r) const { return values + r * stride; }
+  void fetch(int64_t rows) const {
+    __builtin_prefetch(peak);
+    __builtin_prefetch(total);
+    for (int64_t i = 0; i < rows * stride; i += 16) __builtin_prefetch(values + i);
+  }
   void clear_values(int64_t first, int64_t rows) const {
     std::memset(row(first), 0, rows * stride * sizeof(float));
   }

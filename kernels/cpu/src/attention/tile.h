@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "attention/ahead.h"
 #include "base/pairs.h"
 
 #if defined(__AMX_BF16__)
@@ -146,35 +147,6 @@ constexpr bool kFetchedInTiles = true;
 constexpr bool kFetchedInTiles = false;
 #endif
 
-// Whether tiles fetch what follows in the order of memory: with each of their lines as much of what
-// ahead(bytes) returns, or nothing if that is null. Eight vectors are two streams.
-#if defined(__AVX512F__) && !defined(__AMX_BF16__)
-constexpr bool kFetchedInTurn = true;
-#else
-constexpr bool kFetchedInTurn = false;
-#endif
-
-template <int Vectors>
-struct InTurn {
-  static constexpr int kCount = Vectors > 5 ? 2 : 1, kVectors = Vectors / kCount;
-  const char* at[kCount];
-
-  template <class Next>
-  InTurn(const Next& ahead, int64_t lines) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kCount; i++) at[i] = ahead(lines * kVectors * 64);
-  }
-  explicit operator bool() const { return at[kCount - 1]; }
-  void line() {
-#pragma GCC unroll 8
-    for (int i = 0; i < kCount; i++) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; v++) __builtin_prefetch(at[i] + v * 64, 0, 2);
-      at[i] += kVectors * 64;
-    }
-  }
-};
-
 template <int Rows, int Vectors, class Element, class Start, class Next>
 inline void tile(const Element* a, int64_t lda, const Start& start, int column, Depth depth,
                  Sums to, [[maybe_unused]] const Next& ahead) {
@@ -202,10 +174,11 @@ inline void tile(const Element* a, int64_t lda, const Start& start, int column, 
         add_line(row, k, line, c);
       }
     };
-    if constexpr (kFetchedInTurn && !std::is_same<Next, Nothing>::value) {
-      InTurn<Vectors> next(ahead, depth.lines);
-      if (next) lines([&] { next.line(); });
+    if constexpr (std::is_same<Next, InTurn>::value) {
+      Cursor next = ahead.cursor;
+      if (next.more()) lines([&] { next.fetch<Vectors>(); });
       else lines([] {});
+      ahead.cursor = next;
     } else {
       lines([] {});
     }
@@ -429,6 +402,14 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
   if (sizeof(Element) < 4 && a.rows <= 2)
     for (; c + 2 * wide <= columns - last; c += 2 * wide)
       tile_rows<2, 8>(a, start, c, depth, to, ahead);
+#if defined(MODULM_QUAD_DOT)
+  // Four rows too: some sums are in memory, but lines are read in their order, which is worth more
+  // while the cache comes from memory.
+  if constexpr (sizeof(Element) < 4)
+    if (a.rows == 4)
+      for (; c + 2 * wide <= columns - last; c += 2 * wide)
+        tile_rows<4, 8>(a, start, c, depth, to, ahead);
+#endif
   for (; c + wide <= columns - last; c += wide) tile_rows<rows, 4>(a, start, c, depth, to, ahead);
   if (last) return tile_rows<std::min(rows, 5), 5>(a, start, c, depth, to, ahead);
   for (; c + 2 * kLanes <= columns; c += 2 * kLanes)
@@ -451,7 +432,7 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
 // In fp32, the lines of a run are a multiple of 8, in bf16 of 16. With AMX, the rows of a and c are
 // padded to the next multiple of 16 if there are more than 16. ahead(run, column, columns): the Lines
 // that are fetched while these columns of a run are multiplied, on levels with kFetchedInTiles. On
-// those with kFetchedInTurn, ahead(bytes) as for `InTurn`.
+// those with kFetchedInTurn, an InTurn.
 template <class Element, class Start, class Next = Nothing>
 inline void multiply_attention(Left<Element> a, const Start& start, int columns, Depth depth,
                                Sums to, [[maybe_unused]] const Next& ahead = {}) {

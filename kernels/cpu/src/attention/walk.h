@@ -1,4 +1,5 @@
-// One tile of rows over one split of cached tokens: scores, softmax, weighted values.
+// One tile of rows over one split of cached tokens: scores, softmax, weighted values. A few rows do so
+// for several kv heads, chunk by chunk.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,8 @@
 
 namespace modulm {
 
-// The constructor, `split` and `deliver` are compiled once, in walk.cpp.
+// The constructor, `split` and `deliver` are compiled once, in walk.cpp. With more than one head, rows
+// are `Walk::in_turn`, and a state has the rows of all heads one after the other.
 template <class Math>
 class Walk {
  public:
@@ -21,7 +23,7 @@ class Walk {
   using Weight = typename Math::Weight;
   using Line = typename Math::Line;
 
-  Walk(const Problem& p, const Tile& tile, int64_t head);
+  Walk(const Problem& p, const Tile& tile, int64_t head, int64_t heads = 1);
 
   // The softmax of one split, from scratch.
   void split(int64_t index, const State& state);
@@ -37,10 +39,17 @@ class Walk {
     ahead = {&tile, head, index * kSplit + first.low, (first.high - first.low) / kPiece};
   }
 
+  // Whether the next chunk of up to `rows` rows is fetched in the order of memory: where blocks have
+  // as many tokens as pieces, the keys, values and scales of a piece are contiguous, and so are
+  // those of the next head.
+  static bool in_turn(const Cache& cache, int64_t rows) {
+    return kFetchedInTurn && cache.block == kPiece && !cache.latent && rows <= kFewRows;
+  }
+
   void last() { ahead = {}; }
 
   // Writes the result of all splits, divided by their sums of weights.
-  void deliver(const State& state) const;
+  void deliver(const State& states);
 
  private:
   // Rows that share the bounds of their visible tokens, and one set of tiles.
@@ -54,6 +63,8 @@ class Walk {
   static constexpr bool kFixed = Math::fixed;
 
   static constexpr int kFewRows = 16;
+  // Lines that are asked for before what does not fetch: finding pieces, the softmax.
+  static constexpr int kBurst = 24;
   static constexpr float kHidden = -1e30f;
   static constexpr float kLarge = 4096.0f;  // sum of weights at which they are rescaled
 
@@ -66,33 +77,6 @@ class Walk {
     const Tile* tile;
     int64_t head, position, pieces;
   };
-
-  // What of the next chunk is still to be fetched, in the order of memory: a piece's keys, values and
-  // scales are contiguous where blocks have as many tokens as pieces.
-  struct Upcoming {
-    const char *at = nullptr, *end = nullptr;
-    int64_t pieces = 0;  // begun
-
-    // The next so many bytes or fewer, or null.
-    const char* take(const Walk& walk, int64_t bytes) {
-      constexpr int64_t few = 512;
-      if (at == end) {
-        if (pieces >= walk.next.pieces) return nullptr;
-        int64_t inside, position = walk.next.position + pieces++ * kPiece;
-        int64_t id = walk.block_at(*walk.next.tile, position, inside);
-        at = reinterpret_cast<const char*>(walk.p.cache.keys(id, walk.next.head));
-        end = at + walk.p.cache.head_bytes();
-      }
-      const char* taken = at;
-      at += std::min(bytes, end - at);
-      for (; end - at < few && at < end; at += 64) __builtin_prefetch(at, 0, 2);
-      at = std::min(at, end);
-      return taken;
-    }
-  };
-  bool in_turn() const {
-    return kFetchedInTurn && p.cache.block == kPiece && !p.cache.latent && tile.rows <= kFewRows;
-  }
 
   // The columns of a split that some row of a tile sees, rounded to pieces.
   static Span pieces(const Tile& tile, int64_t index) {
@@ -117,22 +101,7 @@ class Walk {
   int64_t sum_stride() const { return std::max<int64_t>(kChunk, p.cache.value_size) + 16; }
 
   template <class T>
-  void deliver_as(const State& state, T* out) const {
-    for (int r = 0; r < tile.rows; r++) {
-      int64_t h = query_head(r);
-      float factor = 1.0f;
-      if (p.sinks) {
-        float sink = p.sinks[h] * kLog2E, peak = std::max(state.peak[r], sink);
-        factor = decay(state.peak[r], peak);
-        state.total[r] = state.total[r] * factor + decay(sink, peak);
-      }
-      factor = state.total[r] == 0.0f ? 0.0f : factor / state.total[r];
-      T* to = out + ((start + token(r)) * p.heads + h) * p.value_size;
-      for_lanes(p.value_size, [&](int64_t i, int n) {
-        store_n(to + i, load(state.row(r) + i) * factor, n);
-      });
-    }
-  }
+  void deliver_as(const State& state, T* out) const;
 
   void take_memory() {
     int64_t size = p.cache.size, piece = kPiece / Math::width * p.cache.value_size;
@@ -148,13 +117,13 @@ class Walk {
     const Need needs[] = {
         need(scores, score_rows() * score_stride()),
         need(weights, padded_rows(kPlanes * kGroupRows) * kWeightStride),
-        need(totals, kGroupRows * kLanes),
-        need(queries, padded * query_stride),
+        need(all_totals, heads * kGroupRows * kLanes),
+        need(all_queries, heads * padded * query_stride),
         need(converted_keys, p.cache.latent ? 0 : converted * lines),
         need(converted_values, std::max<int64_t>(converted / kPiece, 1) * piece),
         need(key_scales, kSplit),
         need(value_scales, kSplit),
-        need(fixed_queries, kFixed ? tile.rows : 0),
+        need(all_fixed_queries, kFixed ? heads * tile.rows : 0),
         need(value_units, kFixed ? kGroupRows : 0),
         need(sums, kFixed ? padded_rows(kPlanes * kGroupRows) * sum_stride() : 0),
         need(turned_queries, p.cache.latent ? lines * query_columns() : 0),
@@ -204,8 +173,13 @@ class Walk {
     return block_at(tile, origin + column, inside);
   }
   int64_t block_at(const Tile& tile, int64_t position, int64_t& inside) const {
+    const int32_t* table = p.tables + tile.sequence * p.table_stride;
+    if (p.cache.block == kPiece) {  // without a division, which takes as long as a score's products
+      inside = position % kPiece;
+      return table[position / kPiece];
+    }
     inside = position % p.cache.block;
-    return p.tables[tile.sequence * p.table_stride + position / p.cache.block];
+    return table[position / p.cache.block];
   }
 
   // The queries of another tile, one token apart.
@@ -221,7 +195,7 @@ class Walk {
   // Prefetches a piece of the next chunk: its keys while keys are multiplied, its values with
   // values.
   void fetch_keys(int64_t index) const {
-    if (tile.rows > kFewRows || in_turn() || index >= next.pieces) return;
+    if (tile.rows > kFewRows || turns || index >= next.pieces) return;
     int64_t inside, id = block_at(*next.tile, next.position + index * kPiece, inside);
     const int64_t line = p.cache.element() * Math::width;
     const uint8_t* keys = p.cache.keys(id, next.head) + inside * line;
@@ -230,7 +204,7 @@ class Walk {
   }
 
   void fetch_values(int64_t index) const {
-    if (tile.rows > kFewRows || in_turn() || index >= next.pieces) return;
+    if (tile.rows > kFewRows || turns || index >= next.pieces) return;
     int64_t inside, id = block_at(*next.tile, next.position + index * kPiece, inside);
     const int64_t token = p.cache.value_size * p.cache.element();
     fetch(p.cache.values(id, next.head) + inside * token, kPiece * token);
@@ -253,9 +227,7 @@ class Walk {
       if (tile.rows <= kFewRows)
         return multiply_attention(rows, at, columns, depth, to, ahead);
     if constexpr (kFetchedInTurn)
-      if (in_turn())
-        return multiply_attention(rows, at, columns, depth, to,
-                                  [this](int64_t bytes) { return upcoming.take(*this, bytes); });
+      if (turns) return multiply_attention(rows, at, columns, depth, to, InTurn{upcoming});
     multiply_attention(rows, at, columns, depth, to);
   }
 
@@ -269,30 +241,28 @@ class Walk {
   // buffers.
   void find(Span columns) {
     for (int64_t column = columns.low; column < columns.high; column += kPiece) {
-      if constexpr (kFixed) gather_scales(column);
-      if (!p.cache.latent) find_keys(column, column - columns.low);
-      find_values(column, column - columns.low);
+      int64_t inside, id = block_of(column, inside);
+      if constexpr (kFixed) gather_scales(id, inside, column);
+      if (!p.cache.latent) find_keys(id, inside, column, column - columns.low);
+      find_values(id, inside, column, column - columns.low);
     }
   }
 
-  void gather_scales(int64_t column) {
-    int64_t inside, id = block_of(column, inside);
+  void gather_scales(int64_t id, int64_t inside, int64_t column) {
     const float* scales = p.cache.scales(id, head) + inside;
     std::memcpy(key_scales + column, scales, kPiece * sizeof(float));
     std::memcpy(value_scales + column, scales + p.cache.block, kPiece * sizeof(float));
   }
 
-  void find_keys(int64_t column, int64_t at) {
-    int64_t inside, id = block_of(column, inside);
+  void find_keys(int64_t id, int64_t inside, int64_t column, int64_t at) {
     const Line*& piece = keys[column / kPiece] = converted_keys + at * lines;
     if (Math::in_place(p.cache))
       piece = reinterpret_cast<const Line*>(p.cache.keys(id, head)) + inside;
     else if constexpr (!kFixed) Math::keys(p.cache, id, head, inside, converted_keys + at * lines);
   }
 
-  void find_values(int64_t column, int64_t at) {
+  void find_values(int64_t id, int64_t inside, int64_t column, int64_t at) {
     const int64_t size = p.cache.value_size, step = kPiece / Math::width * size;
-    int64_t inside, id = block_of(column, inside);
     const int64_t valid = length - origin - column;
     const bool in_place = Math::in_place(p.cache);
     Line* buffer = converted_values + (in_place ? 0 : at / kPiece * step);
@@ -331,31 +301,68 @@ class Walk {
   }
 
   // One group of rows over the split, chunk by chunk.
-  void attend(const State& state) {
+  void attend(const State& states) {
     const int rows = group_rows();
     find_bounds();
     const Span columns = span();
-    std::fill_n(state.peak + group, rows, kNever);
-    std::fill_n(state.total + group, rows, 0.0f);
-    if (columns.low >= columns.high) return state.clear_values(group, rows);
-    std::memset(totals, 0, rows * kLanes * sizeof(float));
+    for (int64_t i = 0; i < heads; i++) {
+      const State state = state_of(i, states);
+      take_head(i);
+      std::fill_n(state.peak + group, rows, kNever);
+      std::fill_n(state.total + group, rows, 0.0f);
+      if (columns.low >= columns.high) state.clear_values(group, rows);
+      std::memset(totals, 0, rows * kLanes * sizeof(float));
+    }
+    if (columns.low >= columns.high) return;
     for (int64_t at = columns.low; at < columns.high; at = chunk.high) {
       chunk = first_chunk({at, columns.high});
       fresh = at == columns.low;
       next = after_chunk(columns);
-      upcoming = {};
-      if (!at_once()) find(chunk);
-      if (!p.cache.latent) add_scores();
-      soften(state);
-      add_values(state);
+      if (turns) begin_fetching();
+      for (int64_t i = 0; i < heads; i++) {
+        take_head(i);
+        attend_chunk(state_of(i, states));
+      }
     }
-    for (int i = 0; i < rows; i++) state.total[group + i] = sum(load(totals + i * kLanes));
+    for (int64_t h = 0; h < heads; h++) {
+      const State state = state_of(h, states);
+      take_head(h);
+      for (int i = 0; i < rows; i++) state.total[group + i] = sum(load(totals + i * kLanes));
+    }
+  }
+
+  void attend_chunk(const State& state) {
+    if (turns) upcoming.fetch<kBurst>();
+    if (!at_once()) find(chunk);
+    if (!p.cache.latent) add_scores();
+    if (turns) upcoming.fetch<kBurst>();
+    soften(state);
+    add_values(state);
+  }
+
+  void take_head(int64_t i) {
+    head = first_head + i;
+    totals = all_totals + i * kGroupRows * kLanes;
+    queries = all_queries + i * padded * query_stride;
+    fixed_queries = all_fixed_queries + i * tile.rows;
+  }
+  State state_of(int64_t i, const State& states) const { return states.from(i * tile.rows); }
+
+  void begin_fetching() {
+    Run* run = runs;
+    for (int64_t i = 0; i < next.pieces; i++) {
+      int64_t inside, id = block_at(*next.tile, next.position + i * kPiece, inside);
+      auto from = reinterpret_cast<const char*>(p.cache.keys(id, next.head));
+      *run++ = {from, from + heads * p.cache.head_bytes()};
+    }
+    *run = {run == runs ? nullptr : run[-1].at, nullptr};
+    upcoming = Cursor(runs);
   }
 
   Ahead after_chunk(Span columns) const {
     const Span after = first_chunk({chunk.high, columns.high});
     if (after.low >= after.high) return ahead;
-    return {&tile, head, origin + after.low, (after.high - after.low) / kPiece};
+    return {&tile, first_head, origin + after.low, (after.high - after.low) / kPiece};
   }
 
   int64_t chunk_origin() const { return chunk.low / kChunk * kChunk; }
@@ -432,109 +439,22 @@ class Walk {
     }
   }
 
-  // Scores of the group in the chunk to weights.
-  void soften(const State& state) {
-    const int64_t from = chunk_origin(), to = from + kChunk;
-    const int rows = group_rows();
-    const bool hides = masked && origin + chunk.high > base;
-    if constexpr (!kFixed)
-      if (!fresh && !hides && p.plain_scores() && bounds[rows - 1].first <= from && bounds[0].last >= to) {
-        for (int i = 0; i < rows; i++) soften_row<true>(i, {0, kChunk}, p.scale * kLog2E, state);
-        return;
-      }
-    const Columns all{chunk.low - from, chunk.high - from};
-    for (int i = 0; i < rows; i++) {
-      const Columns mine{std::max(bounds[i].first - from, all.first),
-                         std::min(bounds[i].last - from, all.last)};
-      if constexpr (kFixed) value_units[i] = 0.0f;
-      Weight* row = weights + kPlanes * i * kWeightStride;
-      if (mine.none()) {
-        clear_weights(row, all.first, all.last);
-        continue;
-      }
-      if (!p.plain_scores()) finish_scores(i, mine);
-      if (hides) hide_scores(i, mine);
-      soften_row<false>(i, mine, p.plain_scores() ? p.scale * kLog2E : kLog2E, state);
-      clear_weights(row, all.first, std::min(weights_begin(mine), all.last));
-      clear_weights(row, std::max(weights_end(mine), all.first), all.last);
-    }
-  }
-
-  // One row. Weights are relative to the highest score of the first chunk until later ones become
-  // large: bf16 and fp32 are as precise above 1 as below.
+  // Scores of the group in the chunk to weights (soften.h).
+  void soften(const State& state);
   template <bool Whole>
-  void soften_row(int i, Columns mine, float unit, const State& state) {
-    const int r = group + i;
-    const float* x = chunk_scores(i);
-    Weight* to = weights + kPlanes * i * kWeightStride;
-    auto raised = [&] {
-      raise(i, row_peak(x, mine) * unit, state);
-      if (state.peak[r] == kNever) clear_weights(to, weights_begin(mine), weights_end(mine));
-      return state.peak[r] > kNever;
-    };
-    if ((kFixed || (!Whole && state.peak[r] == kNever)) && !raised()) return;
-    vf total;
-    if constexpr (kFixed) {
-      const float* scales = value_scales + chunk_origin();
-      const float most = value_units[i] = row_peak(scales, mine);
-      total = row_planes(x, mine, unit, state.peak[r], scales, most > 0.0f ? 1.0f / most : 0.0f,
-                         to, kWeightStride);
-    } else {
-      total = row_weights<Math, Whole>(x, mine, unit, state.peak[r], to);
-      if (any_beyond(total, kLarge)) {
-        if (!raised()) return;
-        total = row_weights<Math, Whole>(x, mine, unit, state.peak[r], to);
-      }
-    }
-    store(totals + i * kLanes, load(totals + i * kLanes) + total);
-  }
-
-  // Rescales the state of the group's row i to a higher maximum score.
-  void raise(int i, float peak, const State& state) {
-    const int r = group + i;
-    if (!(peak > state.peak[r])) return;
-    const float factor = decay(state.peak[r], peak);
-    state.peak[r] = peak;
-    if (fresh) return;
-    store(totals + i * kLanes, load(totals + i * kLanes) * factor);
-    float* row = state.row(r);
-    for (int64_t c = 0; c < state.stride - 16; c += kLanes) store(row + c, load(row + c) * factor);
-  }
-
-  static void clear_weights(Weight* row, int64_t from, int64_t to) {
-    for (int plane = 0; from < to && plane < kPlanes; plane++)
-      std::memset(row + plane * kWeightStride + from, 0, (to - from) * sizeof(Weight));
-  }
-
-  // Scores of new tokens that the row does not see: so low that they add nothing, but not infinite,
-  // since a chunk may have no others.
-  void hide_scores(int row, Columns mine) const {
-    const uint64_t sees = p.masks[start + token(group + row)];
-    const int64_t own = base - origin - chunk_origin();
-    float* x = chunk_scores(row);
-    for (int64_t i = std::max(mine.first, own); i < mine.last; i++)
-      if (!(sees >> (i - own) & 1)) x[i] = kHidden;
-  }
-
-  // Transformations of scores other than a constant factor: scales of keys, the softcap, distances.
-  void finish_scores(int row, Columns mine) const {
-    const int r = group + row;
-    float* x = chunk_scores(row);
-    const float slope = p.alibi ? p.alibi[query_head(r)] : 0.0f;
-    const int64_t own = base + token(r) - origin - chunk_origin();
-    for (int64_t i = mine.first / kLanes * kLanes; i < mine.last; i += kLanes) {
-      vf score = load(x + i) * p.scale;
-      if constexpr (kFixed) score *= load(key_scales + chunk_origin() + i);
-      if (p.softcap > 0) score = vtanh(score / p.softcap) * p.softcap;
-      if (p.alibi) score -= __builtin_convertvector(int32_t(own) - lanes_from(i), vf) * slope;
-      store(x + i, score);
-    }
-  }
+  void soften_row(int i, Columns mine, float unit, const State& state);
+  void raise(int i, float peak, const State& state);
+  static void clear_weights(Weight* row, int64_t from, int64_t to);
+  void hide_scores(int row, Columns mine) const;
+  void finish_scores(int row, Columns mine) const;
 
   const Problem& p;
   const Tile& tile;
-  int64_t head, start, length, base;  // base: position of the sequence's first new token
+  const int64_t first_head, heads;
+  int64_t head;  // the current one
+  int64_t start, length, base;  // base: position of the sequence's first new token
   bool masked;  // whether the new tokens have masks
+  bool turns;   // whether the tile is `in_turn`
   int64_t padded, lines, query_stride;
   // Of the split: its first token and the columns that the tile sees; the group's current chunk of
   // these, and whether it is the group's first.
@@ -544,12 +464,16 @@ class Walk {
   bool fresh = true;
   Columns bounds[kGroupRows];
   Ahead ahead{}, next{};
-  mutable Upcoming upcoming{};
+  mutable Cursor upcoming;          // in `runs`: what of the next chunk is still to be fetched
+  Run runs[kChunk / kPiece + 1];
   float* scores;            // of a group and chunk; if latent, of all rows and a split
   Weight* weights;          // [rows of a group * planes][columns of a chunk]
-  float* totals;            // [rows of a group][lanes]
+  float* totals;            // [rows of a group][lanes], of the current head, as the next two
   Element* queries;         // [rows * planes][size]
   FixedQuery* fixed_queries;
+  float* all_totals;        // [heads], as the next two
+  Element* all_queries;
+  FixedQuery* all_fixed_queries;
   float* value_units;       // [rows of a group]: of weights in fixed point
   float* sums;              // [rows of a group * planes]: integers
   Line* turned_queries;     // [lines][rows]

@@ -195,6 +195,20 @@ def test_a_row_is_the_same_in_every_batch(ops, library, window, kind):
                 assert torch.equal(out, whole[first : position + 1])
 
 
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", "int8", "fp32"])
+@pytest.mark.parametrize(("lengths", "fresh"), [([1500, 700], [1, 3]), ([2600], [2])])
+def test_heads_that_one_thread_reads_together(ops, library, lengths, fresh, kind):
+    """Few rows read neighbouring heads of a block in turn, fewer of them on more threads."""
+    case = Case(ops, lengths, fresh, heads=16, kv_heads=8, **KINDS[kind])
+    case.check(window=1200)
+    found = []
+    for count in (1, 2, 5):
+        library.set_threads(count)
+        found.append(case.run("mine", window=1200))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_a_plan_serves_all_layers_and_thread_counts(ops, library):
     """Made for many threads it cuts the step finer; the result is that without a plan."""
     case = Case(ops, [900, 300, 64], [400, 1, 64])
