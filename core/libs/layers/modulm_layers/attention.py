@@ -179,13 +179,12 @@ class Attention(Module):
                 take_scales(b, self, f"{vector}_scale", self.kv_heads, stored)
         self.finds_scales = self.backend.spec.scales and b.shared.calculate_kv_scales
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, outputs]."""
-        return self.project_out(self.attend(x, batch), x)
-
-    def sampled(self, x: Tensor, batch: Batch) -> Tensor:
-        """Compute what `forward` does for the tokens in `batch.sample` only: [n, outputs]."""
-        return self.project_out(self.attend(x, batch)[batch.sample], x[batch.sample])
+    def forward(self, x: Tensor, batch: Batch, *, only_sampled: bool = False) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, outputs]; of the tokens in `batch.sample` alone if so."""
+        out = self.attend(x, batch)
+        if only_sampled:
+            out, x = out[batch.sample], x[batch.sample]
+        return self.project_out(out, x)
 
     def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """Cache keys and values and attend: [tokens, hidden] -> [tokens, heads, value_dim]."""

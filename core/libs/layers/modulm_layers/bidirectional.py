@@ -46,11 +46,10 @@ class WholeRowAttention(Attention):
             )
         self.scale, self.window = spec.scale, spec.window if b.shared.windows else None
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]."""
+    def attend(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, heads, value_dim]; nothing is cached."""
         q, k, v = self._project(self.qkv(x), batch.positions)
-        rows = step_segments(batch)
-        return self.project_out(attend_rows(q, k, v, rows, window=self.window, scale=self.scale), x)
+        return attend_rows(q, k, v, step_segments(batch), window=self.window, scale=self.scale)
 
 
 class WholeRowLatentAttention(LatentAttention):

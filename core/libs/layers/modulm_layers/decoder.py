@@ -266,10 +266,12 @@ _LAYERS = (PreNormLayer, ParallelLayer)
 
 def _attend_sampled(attn: Module, x: Tensor, batch: Batch) -> Tensor:
     """Cache all tokens, and return the attention's output for those in `batch.sample`."""
+    out: Tensor
     if isinstance(attn, Attention) and type(attn).forward is Attention.forward:
-        return attn.sampled(x, batch)
-    whole: Tensor = attn(x, batch)
-    return whole[batch.sample]
+        out = attn(x, batch, only_sampled=True)
+        return out
+    out = attn(x, batch)
+    return out[batch.sample]
 
 
 def _layer(make: Any, config: Any, index: int, b: Builder) -> object:
