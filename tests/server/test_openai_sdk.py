@@ -289,6 +289,16 @@ def test_a072_echo(client: openai.OpenAI) -> None:
         assert scored.choices[0].text[offset:].startswith(token)
 
 
+def test_text_offsets_of_a_stream(client: openai.OpenAI) -> None:
+    """They are those of the whole answer, also if text is kept back for a stop string."""
+    options: Any = {"model": "M", "prompt": "stop at END", "max_tokens": 40, "stop": ["ND", "END"]}
+    whole = client.completions.create(**options, logprobs=1).choices[0].logprobs
+    assert whole is not None
+    pieces = [c.choices[0] for c in client.completions.create(**options, logprobs=1, stream=True)]
+    offsets = [o for p in pieces if p.logprobs is not None for o in p.logprobs.text_offset or []]
+    assert offsets == whole.text_offset
+
+
 def test_f36_stop_strings(client: openai.OpenAI) -> None:
     options: Any = {"model": "M", "prompt": "stop at END", "max_tokens": 40, "stop": ["ND", "END"]}
     whole = client.completions.create(**options).choices[0]

@@ -321,7 +321,7 @@ class Completions:
     async def _frames(self, job: _Job, runs: Sequence[Running]) -> AsyncGenerator[bytes, None]:
         counted = StreamUsage(job.body, self._context.config)
         head = self._head(job)
-        sent: dict[int, int] = {}
+        offsets: dict[int, int] = {}
         totals: dict[int, int] = {}
         last: RequestOutput | None = None
 
@@ -330,7 +330,7 @@ class Completions:
             there: Transferred = {} if prompt_index * job.n in totals else transferred(output)
             for choice in output.outputs:
                 index = prompt_index * job.n + choice.index
-                chunk = self._piece(job, output, choice, index, index not in totals, sent)
+                chunk = self._piece(job, output, choice, index, index not in totals, offsets)
                 totals[index] = totals.get(index, 0) + len(choice.token_ids)
                 counted.generated(index, 0 if job.nothing else totals[index])
                 body: CompletionChunk = {**head, "choices": [chunk], **there}
@@ -359,9 +359,12 @@ class Completions:
         yield DONE
 
     def _piece(
-        self, job: _Job, output: Any, choice: Any, index: int, first: bool, sent: dict[int, int]
+        self, job: _Job, output: Any, choice: Any, index: int, first: bool, offsets: dict[int, int]
     ) -> CompletionChoice:
-        """Build a chunk's choice. The first one includes the echo."""
+        """Build a chunk's choice. The first one includes the echo.
+
+        offsets: characters of the tokens so far, by choice; only with log probabilities.
+        """
         text, ids, positions = choice.text, list(choice.token_ids), choice.logprobs
         if job.nothing:
             text, ids, positions = "", [], None if positions is None else []
@@ -370,16 +373,18 @@ class Completions:
             if positions is not None and output.prompt_logprobs is not None:
                 positions = [*output.prompt_logprobs, *positions]
                 ids = [*output.prompt_token_ids, *ids]
+        logprobs = self._logprobs(job, positions, ids, offsets.get(index, 0))
+        if logprobs is not None and logprobs["tokens"]:
+            offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
         choice_object: CompletionChoice = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(job, positions, ids, sent.get(index, 0)),
+            "logprobs": logprobs,
             "finish_reason": "length" if job.nothing else choice.finish_reason,
             "stop_reason": None if job.nothing else choice.stop_reason,
         }
         if job.body.return_weight_versions and choice.weight_versions:
             choice_object["weight_versions"] = version_ranges(choice.weight_versions)
-        sent[index] = sent.get(index, 0) + len(text)
         if job.body.return_token_ids:
             choice_object["token_ids"] = [] if job.nothing else list(choice.token_ids)
             if first:
