@@ -38,9 +38,9 @@ constexpr int64_t kUnpackedRows = 0;
 // vectors are used one by one as they arrive; from a cache, all at once, so that activations are
 // read once for all of them.
 template <int Lines, Lying Kind, bool Stream, int Rows, int Vectors>
-inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ldb,
-                                  const Lookup& code_of, Distances ahead,
-                                  vi (&c)[Rows][Vectors]) {
+[[gnu::always_inline]] inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b,
+                                                         int64_t ldb, const Lookup& code_of,
+                                                         Distances ahead, vi (&c)[Rows][Vectors]) {
   constexpr int halves = Kind == kQuads ? 1 : 2;
   auto from_memory = [&] {
     for (int v = 0; v < Vectors; v++) {
@@ -76,9 +76,10 @@ inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ld
 
 // The integer products of one run, k in [k, end), both multiples of 16.
 template <int Rows, int Vectors, Lying Kind>
-inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end, const uint32_t* b,
-                                int64_t ldb, const Slice& s, const Lookup& code_of,
-                                Distances ahead, vi (&c)[Rows][Vectors]) {
+[[gnu::always_inline]] inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end,
+                                                       const uint32_t* b, int64_t ldb,
+                                                       const Slice& s, const Lookup& code_of,
+                                                       Distances ahead, vi (&c)[Rows][Vectors]) {
   constexpr int half = 32, lines = half / (Kind == kQuads ? 4 : 8);
   const bool stream = s.stream;
   Ahead* const next = s.next;
@@ -94,10 +95,11 @@ inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end, const u
   return b;
 }
 
-// sums[Rows / Digits][64] += the products; rows are counted in digits.
+// sums[Rows / Digits][64] += the products; rows are counted in digits. A function of
+// its own, with loops unrolled and all calls inlined, or sums would not stay in registers.
 template <int Rows, int Digits, int Vectors, Lying Kind>
-inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t ldb, int column,
-                      float* sums) {
+[[gnu::noinline]] void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t ldb,
+                                 int column, float* sums) {
   const Weight& w = s.w;
   const int64_t length = w.run();
   constexpr int whole = Rows / Digits;
@@ -113,20 +115,26 @@ inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t
     for (int64_t stop = s.step_end(k), end; k < stop; k = end, starts++) {
       end = k + length < stop ? k + length : stop;
       vi c[Rows][Vectors];
+#pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
         for (int v = 0; v < Vectors; v++) c[r][v] = splat_int(starts[r * a.runs]);
       b = quad_run<Rows, Vectors, Kind>(x, k, end, b, ldb, s, code_of, ahead, c);
       if (s.grouped) group.load();
+#pragma GCC unroll 8
       for (int r = 0; r < whole; r++) {
         auto start = [&](int i) { return starts[i * a.runs]; };
         const float total = float(join_digits<Digits>(r, start)) * w.total_of_start();
+#pragma GCC unroll 8
         for (int v = 0; v < Vectors; v++) {
           const vi dot = join_digits<Digits>(r, [&](int i) { return c[i][v]; });
           part[r][v] = add_run(part[r][v], dot, group.scale[v], w.zeros, group.zero[v], total);
         }
       }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < whole; r++)
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) {
         float* to = sums + r * kPanel + column + v * kLanes;
         store(to, fused(part[r][v], a.scales[(row + Digits * r) * a.steps + step], load(to)));
@@ -149,9 +157,11 @@ inline void quad_slice(int rows, const Slice& s, const Activations& a, int64_t r
   constexpr int wide = 4 * kLanes, narrow = 2 * kLanes;
   int width = s.w.width(s.panel), c = 0;
   if (s.stream)
-    for (; c + wide <= width; c += wide) quad_rows<Digits, 4, Kind>(rows, s, a, row, width, c, sums);
+    for (; c + wide <= width; c += wide)
+      quad_rows<Digits, 4, Kind>(rows, s, a, row, width, c, sums);
   else
-    for (; c + narrow <= width; c += narrow) quad_rows<Digits, 2, Kind>(rows, s, a, row, width, c, sums);
+    for (; c + narrow <= width; c += narrow)
+      quad_rows<Digits, 2, Kind>(rows, s, a, row, width, c, sums);
   for (; c < width; c += kLanes) quad_rows<Digits, 1, Kind>(rows, s, a, row, width, c, sums);
 }
 
@@ -209,8 +219,10 @@ inline void tiled_columns(const Slice& s, const Activations& a, int64_t row, int
     b += (end - k) / 4 * ldb;
     k = end;
   }
-  if (s.centred) fold_step<Digits, Vectors, true>(s, a, row, rows, step, first, runs, column, dots, sums);
-  else fold_step<Digits, Vectors, false>(s, a, row, rows, step, first, runs, column, dots, sums);
+  if (s.centred)
+    fold_step<Digits, Vectors, true>(s, a, row, rows, step, first, runs, column, dots, sums);
+  else
+    fold_step<Digits, Vectors, false>(s, a, row, rows, step, first, runs, column, dots, sums);
 }
 
 template <int Digits>
