@@ -235,8 +235,12 @@ class ParallelLayer(Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x, residual: [tokens, hidden]."""
         x, stream = self.norm.add(x, residual)
+        return self.add_feed_forward(self.attn(x, batch), x, stream), stream
+
+    def add_feed_forward(self, attended: Tensor, x: Tensor, stream: Tensor) -> Tensor:
+        """Add the feed-forward branch to the attention's output; x: the stream, normed."""
         inner = x if self.mlp_norm is None else self.mlp_norm(stream)
-        return self.norm.ops.add(self.attn(x, batch), self.mlp(inner)), stream
+        return self.norm.ops.add(attended, self.mlp(inner))
 
     def sampled(
         self, x: Tensor, residual: Tensor | None, batch: Batch
@@ -250,8 +254,7 @@ class ParallelLayer(Module):
         if not len(batch.sample):
             return x, stream
         x, stream = x[batch.sample], stream[batch.sample]
-        inner = x if self.mlp_norm is None else self.mlp_norm(stream)
-        return self.norm.ops.add(attended, self.mlp(inner)), stream
+        return self.add_feed_forward(attended, x, stream), stream
 
     def norm_readers(self) -> tuple[tuple[Norm, tuple[Module, ...]], ...]:
         """Return each norm with the modules that read its result."""

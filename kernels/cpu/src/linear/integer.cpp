@@ -252,7 +252,7 @@ inline void multiply_slice(const Slice& s, const Activations& a, int64_t row, in
   if (!s.nibbles && (rows > kQuadRows || s.centred))
     return tiled_slice<Digits>(rows, s, a, row, sums);
 #endif
-  with_lying(s, [&](auto kind) { quad_slice<Digits, kind>(rows, s, a, row, sums); });
+  with_lying(s.w, s.nibbles, [&](auto kind) { quad_slice<Digits, kind>(rows, s, a, row, sums); });
 }
 
 template <int Digits>
@@ -290,7 +290,7 @@ void panel_sums(const Weight& w, int64_t panel, const Activations& a, int64_t ro
     }
 #if defined(MODULM_CACHED)
     spread_scales(slice, scales);
-    with_lying(slice, [&](auto kind) {
+    with_lying(w, slice.nibbles, [&](auto kind) {
       for_row_blocks(rows, size, [&](int64_t r, int n) {
         cached_slice<Digits, kind>(n, slice, scales, a, row + r, sums + r / Digits * kPanel);
       });

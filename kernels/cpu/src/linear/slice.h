@@ -106,11 +106,11 @@ inline void with_rows(int rows, F&& f) {
 // How codes are stored: quads, nibbles, nibbles that index a table, or numbers of 16 bits (wide.h).
 enum Lying : int { kQuads, kNibbles, kLookedUp, kWidened };
 
-// f(how the slice's codes are stored)
+// f(how codes are stored). nibbles: whether those of the weight are still packed.
 template <class F>
-inline void with_lying(const Slice& s, F&& f) {
-  if (!s.nibbles) return f(std::integral_constant<Lying, kQuads>{});
-  if (s.w.table) return f(std::integral_constant<Lying, kLookedUp>{});
+inline void with_lying(const Weight& w, bool nibbles, F&& f) {
+  if (!nibbles) return f(std::integral_constant<Lying, kQuads>{});
+  if (w.table) return f(std::integral_constant<Lying, kLookedUp>{});
   f(std::integral_constant<Lying, kNibbles>{});
 }
 

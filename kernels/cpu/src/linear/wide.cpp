@@ -1,7 +1,5 @@
 #include "linear/wide.h"
 
-#include <type_traits>
-
 #include "base/pool.h"
 #include "linear/codes.h"
 #include "linear/product.h"
@@ -68,15 +66,9 @@ template <int Rows, int Vectors, Lying Kind>
 template <int Vectors, Lying Kind>
 inline void wide_rows(int rows, const Slice& s, const Activations& a, int64_t row, int column,
                       float* sums) {
-  static_assert(kWideRows == 6);
-  switch (rows) {
-    case 1: return wide_tile<1, Vectors, Kind>(s, a, row, column, sums);
-    case 2: return wide_tile<2, Vectors, Kind>(s, a, row, column, sums);
-    case 3: return wide_tile<3, Vectors, Kind>(s, a, row, column, sums);
-    case 4: return wide_tile<4, Vectors, Kind>(s, a, row, column, sums);
-    case 5: return wide_tile<5, Vectors, Kind>(s, a, row, column, sums);
-    case 6: return wide_tile<6, Vectors, Kind>(s, a, row, column, sums);
-  }
+  with_rows<1, kWideRows>(rows, [&](auto count) {
+    wide_tile<count, Vectors, Kind>(s, a, row, column, sums);
+  });
 }
 
 // One row of one digit times a panel of nibbles, whose runs are multiples of kByteRun.
@@ -118,14 +110,6 @@ inline void wide_slice(int rows, const Slice& s, const Activations& a, int64_t r
   for (int c = 0; c < width; c += 2 * kLanes) wide_rows<2, Kind>(rows, s, a, row, c, sums);
 }
 
-// f(how the weight's codes are stored)
-template <class F>
-inline void with_codes(const Weight& w, F&& f) {
-  if (w.format != kWeightInt4) return f(std::integral_constant<Lying, kQuads>{});
-  if (w.table) return f(std::integral_constant<Lying, kLookedUp>{});
-  f(std::integral_constant<Lying, kNibbles>{});
-}
-
 // Many rows: squares two at a time, which stay in the first-level cache meanwhile.
 inline void wide_squares(const Slice& s, const Activations& a, int64_t row, int64_t rows, int size,
                          float* sums) {
@@ -145,7 +129,7 @@ void wide_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row
   const int width = w.width(panel);
   const auto codes = reinterpret_cast<const uint32_t*>(w.panel(panel));
   const int64_t last = w.runs_end(), rows = digits / 2;
-  with_codes(w, [&](auto lying) {
+  with_lying(w, nibbles, [&](auto lying) {
     constexpr Lying Kind = lying;
     if (rows == 1) {
       const Slice all{w, panel, 0, last, codes, nibbles, false, true, nullptr};
