@@ -178,6 +178,9 @@ class Model(ABC):
     takes_embeds: bool = True
     #: Whether it runs Python code from the checkpoint, which needs --trust-remote-code.
     remote_code: ClassVar[bool] = False
+    #: Whether its code keeps the bits of a token's result, whatever else is in the step, if the
+    #: attention backend and the ops do. For a text model of another model, too.
+    batch_invariant: ClassVar[bool] = True
     #: Kinds of media that `encode` accepts ("image", "audio", "video").
     media: ClassVar[tuple[str, ...]] = ()
     #: Media family of its prompts; empty: named like the architecture in config.json.

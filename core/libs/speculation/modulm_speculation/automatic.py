@@ -107,6 +107,8 @@ def varying_results(loaded: Loaded) -> str | None:
     """Return why the last bits of a token's result depend on what else is in its step, so that
     drafts may change an answer; or None.
     """
+    from torch.nn import Module
+
     backends = {
         backend
         for group in loaded.groups
@@ -114,6 +116,9 @@ def varying_results(loaded: Loaded) -> str | None:
         if backend is not None
     }
     names = sorted({each.name for each in backends if not each.batch_invariant})
+    for model in loaded.model.modules() if isinstance(loaded.model, Module) else (loaded.model,):
+        if not getattr(model, "batch_invariant", True):
+            names.append(type(model).__name__)
     if loaded.ops.providers.get("linear") == "torch":
         names.append("torch's matrix products")
     if not names:

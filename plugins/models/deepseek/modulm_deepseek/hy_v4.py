@@ -200,6 +200,8 @@ class HYV4ForCausalLM(DeepseekV32ForCausalLM):
 
     config_type = HYV4Config
     layer = HYV4Layer
+    #: Products of torch, of streams with their gates and of bounded experts, round by rows.
+    batch_invariant = False
 
     def __init__(self, config: HYV4Config, build: Builder) -> None:
         if build.shared.mesh.pipeline.size > 1:

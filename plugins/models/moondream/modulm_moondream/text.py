@@ -136,6 +136,8 @@ class MoondreamText(DecoderForCausalLM):
     config_type = MoondreamTextConfig
     layer = _Layer
     root = "text"
+    #: torch's products, of features with the scales of heads, round by rows.
+    batch_invariant = False
 
     def make_embedding(self, config: Any, b: Builder) -> Embedding:
         return b.embedding("wte", config.vocab_size, config.hidden_size)

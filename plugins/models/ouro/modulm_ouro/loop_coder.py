@@ -86,7 +86,8 @@ class GatedLoopAttention(LoopedAttention):
             return self.project_out(near, x)
         whole = self._attend(0, q, *self.first_run, batch, inputs)
         logits = (q.float() * self.gate_weight.float()).sum(-1) + self.gate_bias.float()
-        gate = logits.sigmoid().unsqueeze(-1).to(q.dtype)
+        # fp64, since fp32 rounds by how many numbers there are (`modulm_layers.recurrence`).
+        gate = logits.double().sigmoid().unsqueeze(-1).to(q.dtype)
         return self.project_out(whole * gate + near * (1 - gate), x)
 
     def _attend(

@@ -165,6 +165,8 @@ class InternS1ProTextForCausalLM(Qwen3MoeForCausalLM):
     """Intern-S1 Pro's text model; it is not registered."""
 
     config_type = _TextConfig
+    #: torch's products, of angles with their mixtures, round by rows.
+    batch_invariant = False
 
     def __init__(self, config: Any, build: Builder) -> None:
         mixtures = _Mixtures(config, build.at("model.rotary_emb"))

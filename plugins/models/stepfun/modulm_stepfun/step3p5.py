@@ -166,7 +166,9 @@ class Step3p5Attention(Attention):
         self.head_gates = b.linear("g_proj", c.hidden_size, heads)
 
     def project_out(self, out: Tensor, x: Tensor) -> Tensor:
-        return super().project_out(out * self.head_gates(x).sigmoid().unsqueeze(-1), x)
+        # fp64, since fp32 rounds by how many numbers there are (`modulm_layers.recurrence`).
+        gates = self.head_gates(x).double().sigmoid().to(out.dtype)
+        return super().project_out(out * gates.unsqueeze(-1), x)
 
 
 class ClampedMLP(GatedMLP):
