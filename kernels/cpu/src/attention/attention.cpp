@@ -72,6 +72,7 @@ void run_whole(const Problem& p, const Tile* tiles, const PlanHead& head, const 
       if (i + 1 < tile.splits()) walk.then(tile, first_head, first + i + 1);
       else if (next >= 0) walk.then(after, by.group(next, count) * by.heads, after.begin / kSplit);
       else walk.last();
+      if (i + 1 >= tile.splits()) walk.fetch_output();
       walk.split(first + i, i ? part : state);
       if (i) merge(state, part, int(by.heads) * tile.rows);
     }

@@ -5,16 +5,49 @@
 
 namespace modulm {
 
+// Whether every row sees all of the chunk, and its scores are products.
+template <class Math>
+bool Walk<Math>::whole() const {
+  const int64_t from = chunk_origin();
+  return !kFixed && p.plain_scores() && !(masked && origin + chunk.high > base) &&
+         bounds[group_rows() - 1].first <= from && bounds[0].last >= from + kChunk;
+}
+
+// Weights of many rows from products; false if that is not possible or some weights became large.
+template <class Math>
+bool Walk<Math>::soften_directly(const State& state) {
+  if (fresh || tile.rows <= kFewRows || p.cache.latent || !whole()) return false;
+  const int rows = group_rows();
+  const Line* const* pieces = keys + chunk.low / kPiece;
+  alignas(64) float all[kGroupRows * 2 * kLanes];
+  Direct half{nullptr, nullptr, attention_lines<Math>(p.size, lines),
+              Math::in_place(p.cache) ? p.cache.block : kPiece, p.scale * kLog2E, false};
+  DirectRows at{queries + group * query_stride, query_stride, state.peak + group,
+                weights, kWeightStride, all};
+  for (int64_t column = 0; column < kChunk; column += 2 * kPiece, pieces += 2) {
+    half.first = pieces[0], half.second = pieces[1], half.continues = column > 0;
+    direct_tiles(half, at, rows);
+    at.weights += 2 * kPiece;
+  }
+  for (int i = 0; i < rows; i++) {
+    const vf total = load(all + 2 * i * kLanes) + load(all + (2 * i + 1) * kLanes);
+    if (any_beyond(total, kLarge)) return false;
+    store(all + 2 * i * kLanes, total);
+  }
+  for (int i = 0; i < rows; i++)
+    store(totals + i * kLanes, load(totals + i * kLanes) + load(all + 2 * i * kLanes));
+  return true;
+}
+
 template <class Math>
 void Walk<Math>::soften(const State& state) {
-  const int64_t from = chunk_origin(), to = from + kChunk;
+  const int64_t from = chunk_origin();
   const int rows = group_rows();
   const bool hides = masked && origin + chunk.high > base;
-  if constexpr (!kFixed)
-    if (!fresh && !hides && p.plain_scores() && bounds[rows - 1].first <= from && bounds[0].last >= to) {
-      for (int i = 0; i < rows; i++) soften_row<true>(i, {0, kChunk}, p.scale * kLog2E, state);
-      return;
-    }
+  if (whole()) {
+    for (int i = 0; i < rows; i++) soften_row<true>(i, {0, kChunk}, p.scale * kLog2E, state);
+    return;
+  }
   const Columns all{chunk.low - from, chunk.high - from};
   for (int i = 0; i < rows; i++) {
     const Columns mine{std::max(bounds[i].first - from, all.first),
@@ -42,15 +75,15 @@ void Walk<Math>::soften_row(int i, Columns mine, float unit, const State& state)
   const float* x = chunk_scores(i);
   Weight* to = weights + kPlanes * i * kWeightStride;
   auto raised = [&] {
-    raise(i, row_peak(x, mine) * unit, state);
+    raise(i, row_peak<Whole>(x, mine) * unit, state);
     if (state.peak[r] == kNever) clear_weights(to, weights_begin(mine), weights_end(mine));
     return state.peak[r] > kNever;
   };
-  if ((kFixed || (!Whole && state.peak[r] == kNever)) && !raised()) return;
+  if ((kFixed || state.peak[r] == kNever) && !raised()) return;
   vf total;
   if constexpr (kFixed) {
     const float* scales = value_scales + chunk_origin();
-    const float most = value_units[i] = row_peak(scales, mine);
+    const float most = value_units[i] = row_peak<false>(scales, mine);
     total = row_planes(x, mine, unit, state.peak[r], scales, most > 0.0f ? 1.0f / most : 0.0f,
                        to, kWeightStride);
   } else {
@@ -67,10 +100,11 @@ void Walk<Math>::soften_row(int i, Columns mine, float unit, const State& state)
 template <class Math>
 void Walk<Math>::raise(int i, float peak, const State& state) {
   const int r = group + i;
-  if (!(peak > state.peak[r])) return;
-  const float factor = decay(state.peak[r], peak);
+  const float before = state.peak[r];
+  if (!(peak > before)) return;
   state.peak[r] = peak;
   if (fresh) return;
+  const float factor = decay(before, peak);
   store(totals + i * kLanes, load(totals + i * kLanes) * factor);
   float* row = state.row(r);
   for (int64_t c = 0; c < state.stride - 16; c += kLanes) store(row + c, load(row + c) * factor);

@@ -10,6 +10,7 @@
 namespace modulm {
 
 constexpr int kChunk = 128;  // scores of a row that become weights together
+constexpr int kTwo = 2 * kLanes;  // columns that row_weights takes at a time
 
 // Columns [first, last) of a chunk.
 struct Columns {
@@ -52,7 +53,15 @@ inline vf within(int64_t column, Columns seen, vf yes, vf no) {
   return choose((at >= int32_t(seen.first)) & (at < int32_t(seen.last)), yes, no);
 }
 
+// `Whole`: of all columns of a chunk.
+template <bool Whole>
 inline float row_peak(const float* x, Columns seen) {
+  if constexpr (Whole) {
+    vf a = load(x), b = load(x + kLanes);
+#pragma GCC unroll 8
+    for (int i = kTwo; i < kChunk; i += kTwo) a = vmax(a, load(x + i)), b = vmax(b, load(x + i + kLanes));
+    return largest(vmax(a, b));
+  }
   vf most = splat(kNever);
   for (int64_t i = seen.first / kLanes * kLanes; i < seen.last; i += kLanes) {
     vf each = load(x + i);
@@ -61,8 +70,6 @@ inline float row_peak(const float* x, Columns seen) {
   }
   return largest(most);
 }
-
-constexpr int kTwo = 2 * kLanes;  // columns that row_weights takes at a time
 
 inline int64_t weights_begin(Columns seen) { return seen.first / kTwo * kTwo; }
 inline int64_t weights_end(Columns seen) { return div_up(seen.last, kTwo) * kTwo; }

@@ -39,6 +39,7 @@ struct Depth {
   int runs;
   int64_t lines;   // of a run
   int64_t stride;  // between lines, in lanes
+  int64_t last = lines;  // of the last run that may differ from zero in `a`
 };
 
 #if defined(MODULM_BF16_DOT)
@@ -147,17 +148,37 @@ constexpr bool kFetchedInTiles = true;
 constexpr bool kFetchedInTiles = false;
 #endif
 
+// Hides where a pointer comes from: else compilers keep the address of each sum from its load to its
+// store, in place of sums.
+template <class T>
+inline void opaque(T*& pointer) {
+  __asm__("" : "+r"(pointer));
+}
+
+// A vector of sums in memory. With a copy of bytes, as in `load`, compilers move sums through the stack.
+typedef float LooseVector __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+inline LooseVector& loose(float* p) { return *reinterpret_cast<LooseVector*>(p); }
+inline const LooseVector& loose(const float* p) { return *reinterpret_cast<const LooseVector*>(p); }
+
 template <int Rows, int Vectors, class Element, class Start, class Next>
-inline void tile(const Element* a, int64_t lda, const Start& start, int column, Depth depth,
-                 Sums to, [[maybe_unused]] const Next& ahead) {
+[[gnu::noinline]] void tile(const Element* a, int64_t lda, const Start& start, int column,
+                            const Depth& depth, const Sums& to,
+                            [[maybe_unused]] const Next& ahead) {
   constexpr int width = 4 / sizeof(Element);  // elements of a line
   using Vector = typename std::conditional<width == 1, vf, vu>::type;
   vf c[Rows][Vectors];
+  if (to.fresh) {
 #pragma GCC unroll 8
-  for (int r = 0; r < Rows; r++)
+    for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < Vectors; v++)
-      c[r][v] = to.fresh ? vf{} : load(to.data + r * to.stride + column + v * kLanes);
+      for (int v = 0; v < Vectors; v++) c[r][v] = vf{};
+  } else {
+    const float* from = to.data + column;
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++, from += to.stride)
+#pragma GCC unroll 8
+      for (int v = 0; v < Vectors; v++) c[r][v] = loose(from + v * kLanes);
+  }
   const Element* row[Rows];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) row[r] = a + r * lda;
@@ -165,8 +186,9 @@ inline void tile(const Element* a, int64_t lda, const Start& start, int column, 
     decltype(start(0, 0)) b[Vectors];
 #pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) b[v] = start(run, column + v * kLanes);
+    const int64_t count = run + 1 < depth.runs ? depth.lines : depth.last;
     auto lines = [&](auto&& fetch) {
-      for (int64_t k = 0, at = 0; k < depth.lines; k++, at += depth.stride) {
+      for (int64_t k = 0, at = 0; k < count; k++, at += depth.stride) {
         Vector line[Vectors];
 #pragma GCC unroll 8
         for (int v = 0; v < Vectors; v++) line[v] = load_raw<Vector>(b[v] + at);
@@ -185,10 +207,12 @@ inline void tile(const Element* a, int64_t lda, const Start& start, int column, 
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) row[r] += depth.lines * width;
   }
+  float* into = to.data + column;
+  opaque(into);
 #pragma GCC unroll 8
-  for (int r = 0; r < Rows; r++)
+  for (int r = 0; r < Rows; r++, into += to.stride)
 #pragma GCC unroll 8
-    for (int v = 0; v < Vectors; v++) store(to.data + r * to.stride + column + v * kLanes, c[r][v]);
+    for (int v = 0; v < Vectors; v++) loose(into + v * kLanes) = c[r][v];
 }
 
 // Calls tile<n> for blocks of up to Rows rows. The first block fetches.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "attention/direct.h"
 #include "attention/math.h"
 #include "attention/plan.h"
 #include "attention/problem.h"
@@ -33,7 +34,10 @@ class Walk {
   // prefetching.
   void then(const Tile& tile, int64_t head, int64_t index) {
     ahead = {};
-    if (tile.rows > kFewRows) return fetch_queries(tile, head);
+    if (tile.rows > kFewRows) {
+      if (&tile != &this->tile) fetch_queries(tile, head);
+      return;
+    }
     if (p.cache.latent) return;
     Span first = first_chunk(pieces(tile, index));
     ahead = {&tile, head, index * kSplit + first.low, (first.high - first.low) / kPiece};
@@ -47,6 +51,16 @@ class Walk {
   }
 
   void last() { ahead = {}; }
+
+  // Prefetches the memory of the results of many rows, before its last split.
+  void fetch_output() const {
+    if (tile.rows <= kFewRows) return;
+    const int64_t width = p.dtype == kF32 ? 4 : 2, row = p.heads * p.value_size * width;
+    auto out = static_cast<const uint8_t*>(p.out) + head * p.group() * p.value_size * width;
+    const int64_t first = start + token(0), end = start + token(tile.rows - 1);
+    for (int64_t t = first; t <= end; t++)
+      fetch(out + t * row, p.group() * p.value_size * width);
+  }
 
   // Writes the result of all splits, divided by their sums of weights.
   void deliver(const State& states);
@@ -182,9 +196,8 @@ class Walk {
     return table[position / p.cache.block];
   }
 
-  // The queries of another tile, one token apart.
+  // The queries of a tile, one token apart.
   void fetch_queries(const Tile& of, int64_t head) const {
-    if (&of == &tile) return;
     const int64_t width = p.dtype == kF32 ? 4 : 2, tokens = div_up(of.rows, p.group());
     const int64_t first = p.query_starts[of.sequence] + of.first / p.group();
     auto q = static_cast<const uint8_t*>(p.q) + head * p.group() * p.q_head * width;
@@ -334,6 +347,8 @@ class Walk {
   void attend_chunk(const State& state) {
     if (turns) upcoming.fetch<kBurst>();
     if (!at_once()) find(chunk);
+    if constexpr (kDirect && std::is_same<Math, PairMath>::value)
+      if (soften_directly(state)) return add_values(state);
     if (!p.cache.latent) add_scores();
     if (turns) upcoming.fetch<kBurst>();
     soften(state);
@@ -428,7 +443,8 @@ class Walk {
     };
     const Left<Weight> rows{weights + (chunk.low - chunk_origin()), kWeightStride,
                             kPlanes * group_rows()};
-    const Depth depth{runs, kPiece / Math::width, size};
+    const int64_t unseen = std::max<int64_t>(chunk.high - bounds[group_rows() - 1].last, 0);
+    const Depth depth{runs, kPiece / Math::width, size, div_up(kPiece - unseen, Math::width)};
     if constexpr (kFixed) {
       multiply(rows, at, columns, depth, Sums{sums, sum_stride(), true}, ahead);
       for (int i = 0; i < group_rows(); i++)
@@ -441,6 +457,8 @@ class Walk {
 
   // Scores of the group in the chunk to weights (soften.h).
   void soften(const State& state);
+  bool whole() const;
+  bool soften_directly(const State& state);
   template <bool Whole>
   void soften_row(int i, Columns mine, float unit, const State& state);
   void raise(int i, float peak, const State& state);
