@@ -38,7 +38,9 @@ struct Division {
     const int64_t all = p.cache.heads;
     Division d{1, all, Walk<Math>::in_turn(p.cache, head.most_rows)};
     if (!d.by_tile) return d;
-    d.heads = std::min(all, kMostBytes / (kChunk / kPiece * p.cache.head_bytes()));
+    d.heads = std::min(all, Walk<Math>::in_order(p.cache, head.most_rows)
+                                ? kMostRows / head.most_rows
+                                : kMostBytes / (kChunk / kPiece * p.cache.head_bytes()));
     while (d.heads > 1 && (all % d.heads || head.parts * all / d.heads < 8 * threads())) d.heads--;
     d.heads = std::max<int64_t>(d.heads, 1);
     d.groups = all / d.heads;
@@ -52,6 +54,8 @@ struct Division {
  private:
   // Of a chunk of all heads. The next one is fetched meanwhile, and both are in a second-level cache.
   static constexpr int64_t kMostBytes = 288 << 10;
+  // Of all heads, whose states are in a first-level cache.
+  static constexpr int64_t kMostRows = 32;
 };
 
 // One task per tile and group of heads.

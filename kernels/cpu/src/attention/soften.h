@@ -29,13 +29,17 @@ bool Walk<Math>::soften_directly(const State& state) {
     direct_tiles(half, at, rows);
     at.weights += 2 * kPiece;
   }
-  for (int i = 0; i < rows; i++) {
-    const vf total = load(all + 2 * i * kLanes) + load(all + (2 * i + 1) * kLanes);
-    if (any_beyond(total, kLarge)) return false;
-    store(all + 2 * i * kLanes, total);
-  }
+  return add_totals(all);
+}
+
+// Adds a chunk's weights to the totals of rows unless some are too large. sums: [row][even, odd][lanes].
+template <class Math>
+bool Walk<Math>::add_totals(const float* sums) {
+  const int rows = group_rows();
+  auto total = [&](int i) { return load(sums + i * kTwo) + load(sums + i * kTwo + kLanes); };
   for (int i = 0; i < rows; i++)
-    store(totals + i * kLanes, load(totals + i * kLanes) + load(all + 2 * i * kLanes));
+    if (any_beyond(total(i), kLarge)) return false;
+  for (int i = 0; i < rows; i++) store(totals + i * kLanes, load(totals + i * kLanes) + total(i));
   return true;
 }
 
@@ -66,30 +70,32 @@ void Walk<Math>::soften(const State& state) {
   }
 }
 
-// One row. Weights are relative to the highest score of the first chunk until later ones become
-// large: bf16 and fp32 are as precise above 1 as below.
+// One row. Weights are relative to the highest score of the first piece until later ones become large:
+// bf16 and fp32 are as precise above 1 as below. In fixed point, to the highest so far.
 template <class Math>
 template <bool Whole>
 void Walk<Math>::soften_row(int i, Columns mine, float unit, const State& state) {
   const int r = group + i;
   const float* x = chunk_scores(i);
   Weight* to = weights + kPlanes * i * kWeightStride;
-  auto raised = [&] {
-    raise(i, row_peak<Whole>(x, mine) * unit, state);
+  auto raised = [&](Columns among) {
+    raise(i, row_peak(x, among) * unit, state);
     if (state.peak[r] == kNever) clear_weights(to, weights_begin(mine), weights_end(mine));
     return state.peak[r] > kNever;
   };
-  if ((kFixed || state.peak[r] == kNever) && !raised()) return;
+  const Columns first{mine.first, std::min(mine.last, mine.first / kPiece * kPiece + kPiece)};
+  if (kFixed && !raised(mine)) return;
+  if (!kFixed && state.peak[r] == kNever && !raised(first) && !raised(mine)) return;
   vf total;
   if constexpr (kFixed) {
     const float* scales = value_scales + chunk_origin();
-    const float most = value_units[i] = row_peak<false>(scales, mine);
+    const float most = value_units[i] = row_peak(scales, mine);
     total = row_planes(x, mine, unit, state.peak[r], scales, most > 0.0f ? 1.0f / most : 0.0f,
                        to, kWeightStride);
   } else {
     total = row_weights<Math, Whole>(x, mine, unit, state.peak[r], to);
     if (any_beyond(total, kLarge)) {
-      if (!raised()) return;
+      if (!raised(mine)) return;
       total = row_weights<Math, Whole>(x, mine, unit, state.peak[r], to);
     }
   }

@@ -53,15 +53,7 @@ inline vf within(int64_t column, Columns seen, vf yes, vf no) {
   return choose((at >= int32_t(seen.first)) & (at < int32_t(seen.last)), yes, no);
 }
 
-// `Whole`: of all columns of a chunk.
-template <bool Whole>
 inline float row_peak(const float* x, Columns seen) {
-  if constexpr (Whole) {
-    vf a = load(x), b = load(x + kLanes);
-#pragma GCC unroll 8
-    for (int i = kTwo; i < kChunk; i += kTwo) a = vmax(a, load(x + i)), b = vmax(b, load(x + i + kLanes));
-    return largest(vmax(a, b));
-  }
   vf most = splat(kNever);
   for (int64_t i = seen.first / kLanes * kLanes; i < seen.last; i += kLanes) {
     vf each = load(x + i);

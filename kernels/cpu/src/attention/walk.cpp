@@ -1,4 +1,5 @@
 // The walk's kernels, compiled once for all attention operations.
+#include "attention/in_order.h"
 #include "attention/soften.h"
 #include "attention/walk.h"
 

@@ -50,6 +50,11 @@ class Walk {
     return kFetchedInTurn && cache.block == kPiece && !cache.latent && rows <= kFewRows;
   }
 
+  // Whether such rows are multiplied piece by piece, as these lie in memory, and nothing is fetched.
+  static bool in_order(const Cache& cache, int64_t rows) {
+    return !kFixed && in_turn(cache, rows) && Math::in_place(cache) && rows <= 2;
+  }
+
   void last() { ahead = {}; }
 
   // Prefetches the memory of the results of many rows, before its last split.
@@ -135,6 +140,8 @@ class Walk {
         need(all_queries, heads * padded * query_stride),
         need(converted_keys, p.cache.latent ? 0 : converted * lines),
         need(converted_values, std::max<int64_t>(converted / kPiece, 1) * piece),
+        need(saved, turns ? heads * tile.rows * State::row_floats(p.value_size) : 0),
+        need(chunk_totals, turns ? heads * tile.rows * kTwo : 0),
         need(key_scales, kSplit),
         need(value_scales, kSplit),
         need(all_fixed_queries, kFixed ? heads * tile.rows : 0),
@@ -331,6 +338,11 @@ class Walk {
       chunk = first_chunk({at, columns.high});
       fresh = at == columns.low;
       next = after_chunk(columns);
+      if constexpr (kFetchedInTurn && !kFixed)
+        if (in_order(p.cache, tile.rows) && whole()) {
+          attend_in_order(states);
+          continue;
+        }
       if (turns) begin_fetching();
       for (int64_t i = 0; i < heads; i++) {
         take_head(i);
@@ -459,6 +471,9 @@ class Walk {
   void soften(const State& state);
   bool whole() const;
   bool soften_directly(const State& state);
+  bool add_totals(const float* sums);
+  void attend_in_order(const State& states);
+  void attend_piece(int64_t column, const State& state, float* sums);
   template <bool Whole>
   void soften_row(int i, Columns mine, float unit, const State& state);
   void raise(int i, float peak, const State& state);
@@ -492,6 +507,8 @@ class Walk {
   float* all_totals;        // [heads], as the next two
   Element* all_queries;
   FixedQuery* all_fixed_queries;
+  float* saved;             // of few rows: [heads][rows], as in a state
+  float* chunk_totals;      // of few rows: [heads][rows][even, odd][lanes]
   float* value_units;       // [rows of a group]: of weights in fixed point
   float* sums;              // [rows of a group * planes]: integers
   Line* turned_queries;     // [lines][rows]
