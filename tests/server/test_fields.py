@@ -564,6 +564,8 @@ def test_bodies_that_are_no_json(http: httpx.Client, body: bytes, message: str) 
     [
         ("POST", "/v1/chat/completion", 404, "; did you mean /v1/chat/completions?"),
         ("POST", "/v1/v1/models", 404, "; did you mean /v1/models?"),
+        ("POST", "/sleep", 404, "no POST /sleep here; the server has it with --server-dev-mode"),
+        ("POST", "/models/load", 404, "has it with --models-config or --models-dir"),
         ("POST", "/fine_tuning/jobs", 404, "; GET /docs lists the routes"),
         ("GET", "/v1/completions", 405, "/v1/completions takes POST, not GET"),
         ("POST", "/" + "x" * 5000, 404, "; GET /docs lists the routes"),

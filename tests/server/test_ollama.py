@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import ollama
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import modulm
+from modulm_route_ollama.parameters import parameter_size
 from modulm_server.testing import Live
 
 TOOL = {
@@ -208,3 +214,30 @@ def test_bodies_as_curl_sends_them(live: Live) -> None:
         for headers in (local, site):
             assert http.post("/api/generate", content=body, headers=headers).status_code == 415
         assert http.post("/v1/completions", content=body, headers=form).status_code == 415
+
+
+def test_the_version_is_that_of_the_api(live: Live) -> None:
+    """VS Code refuses versions below 0.6.4, and parts of one that are no numbers."""
+    told = httpx.get(f"{live.url}/api/version").json()
+    assert tuple(map(int, told["version"].split("."))) >= (0, 12, 11)
+    assert told["modulm"] == modulm.__version__
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ({"a": (16, 32), "b": (16,)}, "528"),
+        ({"a": (512, 1024), "b": (512, 1024)}, "1.05M"),
+        ({"a": (16, 32), "qweight": (4, 32)}, ""),
+        ({}, ""),
+    ],
+)
+def test_sizes_in_parameters(tmp_path: Path, shapes: Any, expected: str) -> None:
+    for name, shape in shapes.items():
+        dtype = torch.int32 if name == "qweight" else torch.bfloat16
+        tensors = {name: torch.zeros(shape, dtype=dtype)}
+        save_file(tensors, tmp_path / f"model-{name}.safetensors")
+    assert parameter_size(str(tmp_path)) == expected
+    (tmp_path / "model-z.safetensors").write_bytes(b"no header")
+    parameter_size.cache_clear()
+    assert parameter_size(str(tmp_path)) == ""

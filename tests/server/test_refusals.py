@@ -254,3 +254,15 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_warned_of(
         InputProcessor(info, tokenizer, manager.current())
     (line,) = [record.getMessage() for record in caplog.records if record.name == "modulm"]
     assert f"The tokenizer has {len(tokenizer)} ids and the model {len(tokenizer) - 8}." in line
+
+
+def test_paths_behind_flags_are_served_with_them(make_server: ServerMaker) -> None:
+    """Those of one model; `--models-config` and `--enable-lora` need other servers."""
+    live = make_server(server_dev_mode=True, enable_tokenizer_info_endpoint=True)
+    with live.client() as http:
+        served = set(http.get("/openapi.json").json()["paths"])
+    families = [manager.current().load("routes", d.name) for d in manager.current().names("routes")]
+    flagged = {path: flags for each in families for path, flags in each.flagged_paths.items()}
+    assert {"/sleep", "/pause", "/v1/load_lora_adapter", "/models/load"} <= set(flagged)
+    others = {"--enable-lora and --allow-runtime-lora-updating", "--models-config or --models-dir"}
+    assert not {path for path, flags in flagged.items() if flags not in others} - served

@@ -16,7 +16,7 @@ from modulm.plugins import manager
 from modulm.plugins.defaults import choose_model
 from modulm_frontend.validation import problem
 from modulm_platform_cpu.platform import CpuPlatform
-from modulm_speculation.automatic import LEAST, choose_speculator, stored_bytes
+from modulm_speculation.automatic import AT_LOAD, LEAST, choose_speculator, stored_bytes
 from modulm_speculation.step.part import DraftsPart
 
 FIXED = {"adaptive": False, "num_speculative_tokens": 4}
@@ -128,6 +128,27 @@ def test_auto_leaves_recurrent_states_alone() -> None:
     reasons = {verdict.name: verdict.reason for verdict in decision.candidates}
     assert "copy of the recurrent states" in reasons["suffix"]
     assert "no MTP layer" in reasons["mtp"]
+
+
+def test_explain_says_what_loading_may_turn_off(monkeypatch) -> None:
+    monkeypatch.setattr("modulm_speculation.automatic.LEAST", 1)
+    for flag, expected in ((None, AT_LOAD), ("auto", "--speculative auto")):
+        config = EngineConfig().with_(model="demo", speculative=flag)
+        decision = DraftsPart.opened(config, manager.current()).decision()
+        assert decision.winner == "suffix"
+        assert decision.reason.endswith(expected)
+
+
+def test_a_family_whose_results_vary_drafts_nothing_by_default(monkeypatch) -> None:
+    config, plugins = EngineConfig().with_(model="demo"), manager.current()
+    checkpoint = open_checkpoint(config, plugins)
+    family = choose_model(plugins, checkpoint.architectures, checkpoint.config).driver
+    varying = type("Varying", (family,), {"batch_invariant": False})
+    decision, _ = choose_speculator(
+        config, checkpoint, varying, plugins, platform=CpuPlatform, weight_bytes=LEAST
+    )
+    assert decision.winner is None
+    assert "off with Varying" in decision.reason
 
 
 class Elsewhere(CpuPlatform):

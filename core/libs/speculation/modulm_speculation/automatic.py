@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
 
 __all__ = [
-    "LEAST", "SUBJECT", "choose_speculator", "off_by_default", "stored_bytes", "varying_results",
+    "AT_LOAD", "LEAST", "SUBJECT", "choose_speculator", "off_by_default", "stored_bytes",
+    "varying_results",
 ]  # fmt: skip
 
 SUBJECT = "speculative decoding"
+#: What is not known before a model is loaded; see `varying_results`.
+AT_LOAD = "if the attention backend and the kernels that loading chooses keep the bits of results"
 #: Weights from which on tokens are drafted by default: the steps of smaller models take so little
 #: time that looking for drafts is noticeable.
 LEAST = 256 << 20
@@ -51,6 +54,8 @@ def choose_speculator(
     reason = _unsuitable(config, family)
     if reason is None and flag is None:
         reason = off_by_default(config, platform, weight_bytes)
+    if reason is None and flag is None and not family.batch_invariant:
+        reason = f"off with {family.__name__}, whose last bits depend on the tokens of a step"
     if reason is not None:
         return Decision(SUBJECT, (), None, f"{why}: {reason}"), {}
     verdicts, suitable = [], []

@@ -13,6 +13,7 @@ from attrs import frozen
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
+from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match, Mount, Route, WebSocketRoute
@@ -162,7 +163,7 @@ def create_app(engine: EngineClient, config: EngineConfig, host: ModelHost | Non
     )
     api = _api(server)
     plugins = manager.current()
-    families = _families(context, plugins)
+    families = _families(context, plugins, api.state)
     if server.tokens_only:
         _keep_token_paths(families)
     _warn_of_conflicts(plugins)
@@ -242,7 +243,7 @@ def model_routes(
         front=False,
         stores=stores,
     )
-    families = _families(context, manager.current())
+    families = _families(context, manager.current(), State())
     endpoints: dict[tuple[str, str], ASGIApp] = {}
     for family, router in families.items():
         for route in router.routes:
@@ -337,18 +338,22 @@ async def _invalid_parameter(request: Any, error: RequestValidationError) -> Any
     return respond(bad_field(name, f"{name}: {first['msg']}"))
 
 
-def _families(context: RouteContext, plugins: PluginManager) -> dict[RouteFamily, APIRouter]:
+def _families(
+    context: RouteContext, plugins: PluginManager, state: State
+) -> dict[RouteFamily, APIRouter]:
     """Create the installed route families and their routers, first-party families first.
 
     Families that do not apply are left out. Broken ones are logged and left out. Raises
-    PluginConflict for a name that two packages provide.
+    PluginConflict for a name that two packages provide. state: gets the `flagged_paths` of all.
     """
     families: dict[RouteFamily, APIRouter] = {}
+    state.flagged_paths = {}
     names = dict.fromkeys(declared.name for declared in plugins.names("routes"))
     declarations = [plugins.find("routes", name) for name in names]
     for declared in sorted(declarations, key=lambda offer: not is_first_party(offer.distribution)):
         try:
             family: RouteFamily = plugins.load_declared(declared)(context)
+            state.flagged_paths.update(family.flagged_paths)
             reason = _absence(family)
             if reason is None:
                 families[family] = family.router()

@@ -191,7 +191,12 @@ def _route_error(error: HTTPException, scope: Scope) -> ApiError:
 
 
 def _hint(path: str, scope: Scope) -> str:
-    """Name the most similar path that is served; otherwise, say where all are listed."""
+    """Name the flags that bring the path, or the most similar one that is served; otherwise, say
+    where all are listed.
+    """
+    state = getattr(scope.get("app"), "state", None)
+    if flags := getattr(state, "flagged_paths", {}).get(path):
+        return f"; the server has it with {flags}"
     routes = scope["app"].routes if "app" in scope else ()
     served = {route.path for route in routes if hasattr(route, "path")} - {path}
     close = get_close_matches(path, served, 1, 0.8) if len(path) <= _LONGEST_PATH else []

@@ -19,7 +19,7 @@ from modulm_server.key_limits import rate_headers
 from modulm_server.sse import DONE
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 
     from fastapi import APIRouter, Request
     from prometheus_client import CollectorRegistry
@@ -75,6 +75,9 @@ class RouteFamily(ABC):
 
     upload_paths: beginnings of paths whose endpoints read bodies in parts and keep none in memory,
     so that the server's limits of bodies do not hold.
+
+    flagged_paths: path -> the flags without which a server does not have it, for the message of a
+    404.
     """
 
     name: ClassVar[str]
@@ -83,6 +86,7 @@ class RouteFamily(ABC):
     cold_paths: ClassVar[tuple[str, ...]] = ()
     token_paths: ClassVar[tuple[str, ...]] = ()
     upload_paths: tuple[str, ...] = ()
+    flagged_paths: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, context: RouteContext) -> None:
         self.context = context

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -62,6 +63,10 @@ class Adapters(RouteFamily):
     name = "adapters"
     api = 2
     token_paths = ("*",)
+    flagged_paths: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        "--enable-lora and --allow-runtime-lora-updating",
+    )
 
     def __init__(self, context: RouteContext) -> None:
         super().__init__(context)

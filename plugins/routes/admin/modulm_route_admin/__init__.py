@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypedDict
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -88,6 +89,19 @@ class Admin(RouteFamily):
     api = 2
     shared_paths = ("/abort_requests",)
     token_paths = ("*",)
+    flagged_paths: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            (
+                "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/sleep",
+                "/release_kv_cache_memory", "/wake_up", "/is_sleeping", "/collective_rpc",
+                "/abort_requests",
+            ),
+            "--server-dev-mode",
+        ),
+        **dict.fromkeys(
+            ("/start_profile", "/stop_profile"), "--server-dev-mode or --profiler-config"
+        ),
+    }  # fmt: skip
 
     def absent(self) -> str | None:
         if self._developing or self.context.config.group(ProfilerConfig).profiler is not None:

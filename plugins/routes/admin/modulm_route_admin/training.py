@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
 from fastapi import APIRouter
@@ -110,6 +111,15 @@ class Training(RouteFamily):
     name = "training"
     api = 2
     token_paths = ("*",)
+    flagged_paths: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            "/pause", "/resume", "/is_paused", "/init_weight_transfer_engine",
+            "/start_weight_update", "/update_weights", "/finish_weight_update",
+            "/shutdown_weight_transfer_engine", "/update_weight_version", "/weight_info",
+            "/weight_checker", "/get_world_size",
+        ),
+        "--server-dev-mode",
+    )  # fmt: skip
 
     def absent(self) -> str | None:
         if self.context.config.group(ServerConfig).server_dev_mode:

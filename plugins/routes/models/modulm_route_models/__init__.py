@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import ClassVar, TypedDict
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -55,6 +56,9 @@ class ModelRoutes(RouteFamily):
     name = "models"
     api = 2
     shared_paths = ("*",)
+    flagged_paths: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("/models/load", "/models/unload", "/models/reload"), "--models-config or --models-dir"
+    )
 
     def absent(self) -> str | None:
         return "the server has one model" if self.context.directory is None else None

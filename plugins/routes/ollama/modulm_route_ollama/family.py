@@ -165,7 +165,7 @@ class Ollama(RouteFamily):
         return json_response(self._catalogue.running(owner_of(request)))
 
     async def version(self) -> Response:
-        """The version of this server."""
+        """The version of Ollama's API that is served, and that of this server."""
         return json_response(self._catalogue.version())
 
     async def show(self, request: Request) -> Response:

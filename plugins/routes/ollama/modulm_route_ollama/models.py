@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import modulm
 from modulm_route_ollama.modelfile import parameter_lines, read_modelfile
+from modulm_route_ollama.parameters import parameter_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalogue"]
 
+#: The version of Ollama whose API these routes have. Clients refuse versions that are too low for
+#: them (VS Code those below 0.6.4), or that are not numbers alone.
+_API = "0.12.11"
 #: States of models that have an engine.
 _IN_MEMORY = frozenset({"loaded", "sleeping", "stopping"})
 #: The model is never unloaded.
@@ -44,7 +48,7 @@ class Catalogue:
         self._created_at = created.isoformat().replace("+00:00", "Z")
 
     def version(self) -> Version:
-        return {"version": modulm.__version__}
+        return {"version": _API, "modulm": modulm.__version__}
 
     def list_models(self, owner: str = "") -> list[Model]:
         """List each served name as a model. owner: of the request."""
@@ -187,7 +191,7 @@ def _details(info: EngineInfo | None) -> Details:
         "format": decisions.get("loader") or "",
         "family": architecture,
         "families": [architecture],
-        "parameter_size": "",
+        "parameter_size": "" if info is None else parameter_size(info.path),
         "quantization_level": dtype if method == "none" else method,
     }
 

@@ -40,6 +40,7 @@ class Status(TypedDict):
 
 class Version(TypedDict):
     version: str
+    modulm: str
 
 
 class Function(TypedDict):

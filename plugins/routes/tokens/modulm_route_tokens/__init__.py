@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypedDict
 
 from fastapi import APIRouter, Request
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -104,6 +104,9 @@ class Tokens(RouteFamily):
 
     name = "tokens"
     api = 2
+    flagged_paths: ClassVar[Mapping[str, str]] = {
+        "/tokenizer_info": "--enable-tokenizer-info-endpoint"
+    }
 
     def absent(self) -> str | None:
         return None if self.context.engine.tokenizer is not None else "the server has no tokenizer"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+from attrs import evolve
+
 from modulm.contracts.drafter import Drafter
 from modulm.contracts.step_part import BuiltModel, PlannerContext, StepPart
 from modulm.errors import ConfigError
@@ -67,7 +69,7 @@ class DraftsPart(StepPart):
             return None
         from modulm.loading import open_checkpoint
         from modulm.plugins.defaults import choose_model, choose_platform
-        from modulm_speculation.automatic import choose_speculator, stored_bytes
+        from modulm_speculation.automatic import AT_LOAD, choose_speculator, stored_bytes
 
         checkpoint = open_checkpoint(config, plugins)
         device = config.device.device
@@ -79,6 +81,8 @@ class DraftsPart(StepPart):
             platform=choose_platform(plugins, None if device == "auto" else device).driver,
             weight_bytes=stored_bytes(checkpoint.path),
         )
+        if flags.speculative is None and decision.winner is not None:
+            return evolve(decision, reason=f"{decision.reason}, {AT_LOAD}")
         return decision
 
     def planner(self, context: PlannerContext) -> DraftPlanner | None:
