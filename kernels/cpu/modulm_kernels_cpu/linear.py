@@ -13,7 +13,7 @@ from torch import Tensor
 from modulm_kernels_cpu.check import CODES, dense_rows, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
 from modulm_kernels_cpu.measured import file, measure_once
-from modulm_kernels_cpu.memory import huge_buffer
+from modulm_kernels_cpu.memory import huge_buffer, in_huge_pages
 
 __all__ = [
     "ACTIVATIONS", "BLOCKS", "FORMATS", "GROUPS", "INTEGERS", "TABLES", "PackedLinear",
@@ -217,6 +217,8 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear]:
             return PackedLinear(data, None, None, outputs, inputs, padded, format)
         groups = inputs // group if group else 1
         laid, points = lay([(scales, zeros)], outputs, groups, format)
+        laid = in_huge_pages(laid)
+        points = None if points is None else in_huge_pages(points)
         return PackedLinear(data, laid, points, outputs, inputs, padded, format, activations)
 
     return pack_linear
