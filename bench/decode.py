@@ -5,8 +5,12 @@
 
 Each figure is compared with the machine's peak: the bytes that a step reads with the read
 bandwidth, the operations of a prompt with the rate of a bf16 product. Both are measured just before
-and just after, since other load on the host changes them. --long is one prompt of that many tokens,
-computed once, and one stream after it; random weights in fewer layers (--hf-overrides) shorten it.
+and just after, since other load on the host changes them. --long is one prompt of that many tokens
+and one stream after it, both --rounds times; every figure is printed once it is known. Random
+weights in fewer layers, or with fewer heads, shorten it. A round of 128k takes a minute with
+
+    --long 131072 --hf-overrides '{"num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 32000}'
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import numpy as np
@@ -42,7 +48,9 @@ class Sizes:
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         size = config.get("head_dim") or hidden // heads
         attention = hidden * size * (2 * heads + 2 * kv_heads)
-        self.products = layers * (attention + 3 * hidden * config["intermediate_size"])
+        gated = 3 * hidden * config["intermediate_size"]
+        self.products = layers * (attention + gated)
+        self.left_out = hidden * size * heads + gated  # of the last layer, where nobody samples
         each = BYTES[quantization]
         head = hidden * config["vocab_size"] * (1.0 if quantization == "int4" else each)
         self.weights = self.products * each + head
@@ -50,9 +58,13 @@ class Sizes:
         one = size + 4 if cache_dtype == "int8" else size * (1 if "8" in cache_dtype else 2)
         self.kv = 2 * layers * kv_heads * one
 
-    def prompt_flops(self, tokens: int) -> float:
-        """FLOPs of a prompt: the linear layers, and causal attention."""
-        return 2.0 * self.products * tokens + 2.0 * self.heads * tokens * tokens
+    def prompt_flops(self, tokens: int, computed: bool = False) -> float:
+        """FLOPs of a prompt: the linear layers, and causal attention.
+
+        computed: without what the engine leaves out in the last layer; of few layers that is a lot.
+        """
+        products = self.products - (self.left_out if computed else 0)
+        return 2.0 * products * tokens + 2.0 * self.heads * tokens * tokens
 
 
 def prompt(tokens: int) -> list[int]:
@@ -119,22 +131,30 @@ def prefill(llm: LLM, sizes: Sizes, tokens: int = 2048) -> dict[str, float]:
 
 
 def long_context(
-    llm: LLM, sizes: Sizes, tokens: int, steps: int = 8
-) -> dict[str, dict[str, float]]:
-    """One prompt, which is computed once, and one stream after it."""
-    ids = prompt(tokens)
-    taken, rate = beside(gemm_rate, lambda: seconds(llm, [ids], 1))
-    done = sizes.prompt_flops(tokens) / 1e9
-    step, possible = beside(bandwidth, lambda: per_step(llm, ids, steps))
-    return {
-        f"prompt of {tokens}": {
+    llm: LLM, sizes: Sizes, tokens: int, rounds: int, steps: int = 8
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the figures of a prompt and of a stream after it; at last the fractions' quartiles."""
+    found = defaultdict(list)
+    for number in range(rounds):
+        ids = prompt(tokens)
+        taken, rate = beside(gemm_rate, lambda ids=ids: seconds(llm, [ids], 1))
+        done = sizes.prompt_flops(tokens, computed=True) / 1e9
+        figures = {
             "tokens/s": tokens / taken,
             "GFLOP/s": done / taken,
             "of GFLOP/s": rate,
             "fraction": done / taken / rate,
-        },
-        f"stream after {tokens}": stream_figures(sizes, step, possible, tokens + steps / 2),
-    }
+        }
+        found["prompt"].append(figures["fraction"])
+        yield f"prompt {number + 1} of {tokens}", figures
+        step, possible = beside(bandwidth, lambda ids=ids: per_step(llm, ids, steps))
+        figures = stream_figures(sizes, step, possible, tokens + steps / 2)
+        found["stream"].append(figures["fraction"])
+        yield f"stream {number + 1} after {tokens}", figures
+    for name, fractions in found.items():
+        if rounds > 1:
+            low, middle, high = quantiles(fractions, n=4, method="inclusive")
+            yield f"{name}s, quartiles", {"lower": low, "median": middle, "upper": high}
 
 
 def batch(llm: LLM, requests: int = 32, prompted: int = 256, tokens: int = 128) -> dict[str, float]:
@@ -161,11 +181,15 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without recorded steps")
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--long", type=int, help="only a prompt of so many tokens and a stream")
+    parser.add_argument("--rounds", type=int, default=1, help="of --long")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--hf-overrides", type=json.loads, default={}, help="with random weights")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    config = json.loads((Path(options.model) / "config.json").read_text()) | options.hf_overrides
+    config = json.loads((Path(options.model) / "config.json").read_text())
+    if (layers := options.hf_overrides.get("num_hidden_layers")) and config.get("layer_types"):
+        options.hf_overrides.setdefault("layer_types", config["layer_types"][:layers])
+    config |= options.hf_overrides
     sizes = Sizes(config, options.quantization, options.kv_cache_dtype)
     length = (options.long or 8192) + 800
     llm = LLM(
@@ -178,9 +202,10 @@ def main() -> None:
     seconds(llm, [prompt(64)], 8)
     found = {}
     if options.long:
-        found = long_context(llm, sizes, options.long)
-        for name, figures in found.items():
-            print(name, *(f"{value:.4g} {unit}" for unit, value in figures.items()), sep="  ")
+        for name, figures in long_context(llm, sizes, options.long, options.rounds):
+            found[name] = figures
+            described = (f"{value:.4g} {unit}" for unit, value in figures.items())
+            print(name, *described, sep="  ", flush=True)
         options.only = []
     for name, measure in cases(llm, sizes).items():
         if options.only is None or name in options.only:
