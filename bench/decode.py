@@ -5,9 +5,9 @@
 
 Each figure is compared with the machine's peak: the bytes that a step reads with the read
 bandwidth, the operations of a prompt with the rate of a bf16 product. Both are measured just before
-and just after, since other load on the host changes them. --long is one prompt of that many tokens
-and one stream after it, both --rounds times; every figure is printed once it is known. Random
-weights in fewer layers, or with fewer heads, shorten it. A round of 128k takes a minute with
+and just after, since other load on the host changes them. --long is --prompts prompts of that many
+tokens and --rounds times one stream after the last; every figure is printed once it is known.
+Random weights in fewer layers, or with fewer heads, shorten it. 128k takes a minute with
 
     --long 131072 --hf-overrides '{"num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 32000}'
@@ -131,11 +131,12 @@ def prefill(llm: LLM, sizes: Sizes, tokens: int = 2048) -> dict[str, float]:
 
 
 def long_context(
-    llm: LLM, sizes: Sizes, tokens: int, rounds: int, steps: int = 8
+    llm: LLM, sizes: Sizes, tokens: int, prompts: int, rounds: int, steps: int = 8
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the figures of a prompt and of a stream after it; at last the fractions' quartiles."""
+    """Yield the figures of prompts and of streams after the last; then the fractions' quartiles."""
     found = defaultdict(list)
-    for number in range(rounds):
+    ids = []
+    for number in range(prompts):
         ids = prompt(tokens)
         taken, rate = beside(gemm_rate, lambda ids=ids: seconds(llm, [ids], 1))
         done = sizes.prompt_flops(tokens, computed=True) / 1e9
@@ -147,12 +148,13 @@ def long_context(
         }
         found["prompt"].append(figures["fraction"])
         yield f"prompt {number + 1} of {tokens}", figures
-        step, possible = beside(bandwidth, lambda ids=ids: per_step(llm, ids, steps))
+    for number in range(rounds):
+        step, possible = beside(bandwidth, lambda: per_step(llm, ids, steps))
         figures = stream_figures(sizes, step, possible, tokens + steps / 2)
         found["stream"].append(figures["fraction"])
         yield f"stream {number + 1} after {tokens}", figures
     for name, fractions in found.items():
-        if rounds > 1:
+        if len(fractions) > 1:
             low, middle, high = quantiles(fractions, n=4, method="inclusive")
             yield f"{name}s, quartiles", {"lower": low, "median": middle, "upper": high}
 
@@ -181,7 +183,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without recorded steps")
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--long", type=int, help="only a prompt of so many tokens and a stream")
-    parser.add_argument("--rounds", type=int, default=1, help="of --long")
+    parser.add_argument("--rounds", type=int, default=1, help="of --long's stream")
+    parser.add_argument("--prompts", type=int, default=1, help="of --long")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--hf-overrides", type=json.loads, default={}, help="with random weights")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -189,9 +192,11 @@ def main() -> None:
     config = json.loads((Path(options.model) / "config.json").read_text())
     if (layers := options.hf_overrides.get("num_hidden_layers")) and config.get("layer_types"):
         options.hf_overrides.setdefault("layer_types", config["layer_types"][:layers])
+    length = (options.long or 8192) + 800
+    if options.hf_overrides:
+        options.hf_overrides.setdefault("max_position_embeddings", length)
     config |= options.hf_overrides
     sizes = Sizes(config, options.quantization, options.kv_cache_dtype)
-    length = (options.long or 8192) + 800
     llm = LLM(
         options.model, quantization=options.quantization, enforce_eager=options.eager,
         max_model_len=length, kv_cache_memory_bytes=max(2 << 30, int(sizes.kv * length * 1.1)),
@@ -202,7 +207,9 @@ def main() -> None:
     seconds(llm, [prompt(64)], 8)
     found = {}
     if options.long:
-        for name, figures in long_context(llm, sizes, options.long, options.rounds):
+        for name, figures in long_context(
+            llm, sizes, options.long, options.prompts, options.rounds
+        ):
             found[name] = figures
             described = (f"{value:.4g} {unit}" for unit, value in figures.items())
             print(name, *described, sep="  ", flush=True)

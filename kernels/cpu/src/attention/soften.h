@@ -64,6 +64,7 @@ void Walk<Math>::soften(const State& state) {
     }
     if (!p.plain_scores()) finish_scores(i, mine);
     if (hides) hide_scores(i, mine);
+    if (kFixed && turns) upcoming.fetch<kRowBurst>();
     soften_row<false>(i, mine, p.plain_scores() ? p.scale * kLog2E : kLog2E, state);
     clear_weights(row, all.first, std::min(weights_begin(mine), all.last));
     clear_weights(row, std::max(weights_end(mine), all.first), all.last);

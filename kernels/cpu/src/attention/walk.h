@@ -84,6 +84,7 @@ class Walk {
   static constexpr int kFewRows = 16;
   // Lines that are asked for before what does not fetch: finding pieces, the softmax.
   static constexpr int kBurst = 24;
+  static constexpr int kRowBurst = 16;  // beside a row's integers that become floats, and back
   static constexpr float kHidden = -1e30f;
   static constexpr float kLarge = 4096.0f;  // sum of weights at which they are rescaled
 
@@ -420,9 +421,11 @@ class Walk {
     const Depth depth{1, attention_lines<Math>(p.size, lines), stride};
     if constexpr (kFixed) {
       multiply(rows, at, columns, depth, Sums{sums, sum_stride(), true}, ahead);
-      for (int i = 0; i < group_rows(); i++)
+      for (int i = 0; i < group_rows(); i++) {
         join_scores(fixed_queries[group + i], sums + kPlanes * i * sum_stride(), sum_stride(),
                     columns, to + i * score_stride());
+        if (turns) upcoming.fetch<kRowBurst>();
+      }
     } else {
       multiply(rows, at, columns, depth, Sums{to, score_stride(), true}, ahead);
     }
@@ -459,9 +462,11 @@ class Walk {
     const Depth depth{runs, kPiece / Math::width, size, div_up(kPiece - unseen, Math::width)};
     if constexpr (kFixed) {
       multiply(rows, at, columns, depth, Sums{sums, sum_stride(), true}, ahead);
-      for (int i = 0; i < group_rows(); i++)
+      for (int i = 0; i < group_rows(); i++) {
         join_values(sums + kPlanes * i * sum_stride(), sum_stride(), columns, value_units[i],
                     fresh, state.row(group + i));
+        if (turns) upcoming.fetch<kRowBurst>();
+      }
     } else {
       multiply(rows, at, columns, depth, Sums{state.row(group), state.stride, fresh}, ahead);
     }
