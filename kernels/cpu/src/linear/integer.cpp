@@ -34,18 +34,24 @@ constexpr int64_t kUnpackedRows = kTiled ? 0 : 3 * kQuadRows;
 constexpr int64_t kUnpackedRows = 0;
 #endif
 
+// Where codes come from: a cache; memory, with prefetches; memory that is read without, which is
+// faster for packed codes on processors that stream by themselves.
+enum Source : int { kCache, kPrefetched, kMemory };
+
 // `Lines` lines of each vector's codes, with the activations that belong to them. From memory,
 // vectors are used one by one as they arrive; from a cache, all at once, so that activations are
 // read once for all of them.
-template <int Lines, Lying Kind, bool Stream, int Rows, int Vectors>
+template <int Lines, Lying Kind, Source From, int Rows, int Vectors>
 [[gnu::always_inline]] inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b,
                                                          int64_t ldb, const Lookup& code_of,
                                                          Distances ahead, vi (&c)[Rows][Vectors]) {
   constexpr int halves = Kind == kQuads ? 1 : 2;
   auto from_memory = [&] {
     for (int v = 0; v < Vectors; v++) {
-      __builtin_prefetch(b + v * kLanes + ahead.far, 0, 2);
-      __builtin_prefetch(b + v * kLanes + ahead.near);
+      if constexpr (From == kPrefetched) {
+        __builtin_prefetch(b + v * kLanes + ahead.far, 0, 2);
+        __builtin_prefetch(b + v * kLanes + ahead.near);
+      }
       const vu line = load_raw<vu>(b + v * kLanes);
       for (int h = 0; h < halves; h++) {
         const vu codes = codes_of<Kind>(line, h, code_of);
@@ -65,7 +71,10 @@ template <int Lines, Lying Kind, bool Stream, int Rows, int Vectors>
       }
     }
   };
-  if constexpr (Stream) {
+  if constexpr (From == kMemory) {
+#pragma GCC unroll 4
+    for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) from_memory();
+  } else if constexpr (From == kPrefetched) {
 #pragma GCC unroll 1  // else compilers group the prefetches and stall a row
     for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) from_memory();
   } else {
@@ -81,17 +90,22 @@ template <int Rows, int Vectors, Lying Kind>
                                                        const Slice& s, const Lookup& code_of,
                                                        Distances ahead, vi (&c)[Rows][Vectors]) {
   constexpr int half = 32, lines = half / (Kind == kQuads ? 4 : 8);
-  const bool stream = s.stream;
+  const bool stream = s.stream, alone = Kind != kQuads && streams_by_itself;
   Ahead* const next = s.next;
+  // So many lines, which is a constant.
+  auto take = [&](const int8_t* at, auto count) {
+    constexpr int Lines = count;
+    if (!stream) return quad_lines<Lines, Kind, kCache>(at, b, ldb, code_of, ahead, c);
+    if (Kind != kQuads && alone)
+      return quad_lines<Lines, Kind, kMemory>(at, b, ldb, code_of, ahead, c);
+    return quad_lines<Lines, Kind, kPrefetched>(at, b, ldb, code_of, ahead, c);
+  };
   auto from = [&] { return x + k / kBlockK * Activations::kBlockStride + k % kBlockK; };
   for (; k + half <= end; k += half) {
     if (next) next->fetch();
-    b = stream ? quad_lines<lines, Kind, true>(from(), b, ldb, code_of, ahead, c)
-               : quad_lines<lines, Kind, false>(from(), b, ldb, code_of, ahead, c);
+    b = take(from(), std::integral_constant<int, lines>{});
   }
-  if (k < end)
-    b = stream ? quad_lines<lines / 2, Kind, true>(from(), b, ldb, code_of, ahead, c)
-               : quad_lines<lines / 2, Kind, false>(from(), b, ldb, code_of, ahead, c);
+  if (k < end) b = take(from(), std::integral_constant<int, lines / 2>{});
   return b;
 }
 
@@ -106,7 +120,7 @@ template <int Rows, int Digits, int Vectors, Lying Kind>
   const int32_t* starts = a.sums + row * a.runs + s.first_run;
   const int8_t* x = a.at(row, 0);
   const uint32_t* b = s.codes + column;
-  Scales<Vectors> group(s, column);
+  Scales<Vectors> group(s, column, Kind == kQuads || !streams_by_itself);
   const Lookup code_of(w.table);
   const Distances ahead;
   for (int64_t k = s.begin; k < s.end;) {

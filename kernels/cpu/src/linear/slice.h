@@ -56,8 +56,9 @@ inline vf add_run(vf part, vi dot, vf scale, bool zeros, vf zero, float total) {
 template <int Vectors>
 class Scales {
  public:
-  Scales(const Slice& s, int column)
+  Scales(const Slice& s, int column, bool fetches = true)
       : w_(s.w),
+        fetches_(fetches),
         at_(s.first_scale + column),
         next_(s.w.group == s.w.run() ? s.w.width(s.panel) : 0) {
     for (int v = 0; v < Vectors; v++) scale[v] = splat(1.0f), zero[v] = vf{};
@@ -79,11 +80,13 @@ class Scales {
 
  private:
   void fetch(const void* from, int64_t bytes) const {
+    if (!fetches_) return;
     auto line = static_cast<const char*>(from) + (at_ + kScalesAhead) * bytes;
     for (int64_t i = 0; i < Vectors * kLanes * bytes; i += 64) __builtin_prefetch(line + i);
   }
 
   const Weight& w_;
+  const bool fetches_;
   int64_t at_, next_;
 };
 
