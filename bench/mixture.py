@@ -3,9 +3,10 @@
 One stream, `--streams N` at once or a prompt of `--prompt N` tokens, as a share of what the machine
 could do. The reference of a step is the time to read the weights that its tokens use (all shared
 layers, the head, the experts that they choose) and the KV cache, or, if it is longer, the time of
-its products; that of a prompt is the time of its products. The read bandwidth and the rate of bf16
-products are measured before and after each round. Steps and probe passes are averaged alike, since
-other load slows both down.
+its products; that of a prompt is the time of its products. The read bandwidth and the rate of
+products (a GEMM in bf16, or the instruction for bytes, if weights are quantized and the machine has
+one: inputs are then, too) are measured before and after each round. Steps and probe passes are
+averaged alike, since other load slows both down.
 
 FOLDER gets config.json and a tokenizer if it is empty, for the shape `small` with `--write` also a
 random checkpoint in bf16, with which one stream is compared with transformers. Other weights are
@@ -29,7 +30,7 @@ import torch
 from probe import gemm_rate
 
 import modulm_kernels_cpu as kernels
-from modulm_kernels_cpu.probe import ReadProbe
+from modulm_kernels_cpu.probe import ReadProbe, instruction_rates
 
 _QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -270,7 +271,15 @@ class Rounds:
     def rates(self) -> tuple[list[float], list[float]]:
         """GB/s of some passes and GFLOP/s, if they are needed."""
         read = [self.probe.rate() for _ in range(PASSES)] if self.probe else []
-        return read, [gemm_rate(seconds=0.3)] if self.computes else []
+        return read, [self.products()] if self.computes else []
+
+    def products(self) -> float:
+        """GFLOP/s of the products that this model's layers are made of."""
+        if self.options.quantization:
+            rates = instruction_rates(self.library)
+            if bytes_of := [rates[name] for name in ("vpdpbusd", "tdpbssd") if name in rates]:
+                return 2 * max(bytes_of)
+        return gemm_rate(seconds=0.3)
 
     def limit(self, read: float, gemm: float) -> float:
         """Seconds that the machine would need."""
@@ -317,7 +326,7 @@ def summary(measured: Rounds, rounds: Sequence[dict[str, float]]) -> dict[str, o
         found["of these in the head"] = round(costs.bytes_of_head() / 1e6, 1)
         found["read GB/s"] = [round(one["read"], 1) for one in rounds]
     if measured.computes:
-        found["GEMM GFLOP/s"] = [round(one["gemm"]) for one in rounds]
+        found["products GFLOP/s"] = [round(one["gemm"]) for one in rounds]
     found["ms"] = [round(one["seconds"] * 1e3, 2) for one in rounds]
     tokens = options.prompt or options.streams
     found["tokens/s"] = [round(tokens / one["seconds"], 1) for one in rounds]
