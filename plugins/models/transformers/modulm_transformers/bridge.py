@@ -34,9 +34,8 @@ from modulm_transformers.attention import (
 )
 from modulm_transformers.bare import bare_model, declare_weights, dummy_weights
 from modulm_transformers.bridged_decoder import BridgedDecoder
-from modulm_transformers.config import RemoteConfig, TransformersConfig
+from modulm_transformers.config import TransformersConfig
 from modulm_transformers.conversions import Conversions, ConvertedNames
-from modulm_transformers.encoder import TransformersForPooling
 from modulm_transformers.kept_scales import KeptScales
 from modulm_transformers.load import explained, replace_linears, whole_model
 from modulm_transformers.plans import RankPlan
@@ -46,14 +45,14 @@ from modulm_transformers.slots import add_slots
 
 log = logging.getLogger("modulm.models")
 
-__all__ = ["NAME", "RemoteForCausalLM", "TransformersForCausalLM", "logits_of"]
+__all__ = ["NAME", "BridgedForCausalLM", "logits_of"]
 
 _PROBE = 3
 _CLOSE = 1e-2
 
 
-class TransformersForCausalLM(Module, Model):
-    """A causal language model of transformers, whatever its architecture."""
+class BridgedForCausalLM(Module, Model):
+    """A causal language model of transformers, whatever its architecture; see `choice`."""
 
     api = 1
     config_type = TransformersConfig
@@ -62,17 +61,6 @@ class TransformersForCausalLM(Module, Model):
     around: ClassVar[str | None] = NAME
     #: Whether weights may be loaded by modulm.
     slotted: ClassVar[bool] = True
-
-    def __new__(cls, config: TransformersConfig, build: Builder) -> Any:
-        """Select the class: pooling models and models with images have other ones."""
-        from modulm_transformers.encoder_decoder import TransformersEncoderDecoder
-        from modulm_transformers.image_model import seeing
-
-        if not config.generates:
-            return TransformersForPooling(config, build)
-        if config.crosses:
-            return super().__new__(TransformersEncoderDecoder)
-        return super().__new__(seeing(config) if config.sees else cls)
 
     def __init__(self, config: TransformersConfig, build: Builder) -> None:
         super().__init__()
@@ -338,13 +326,6 @@ class TransformersForCausalLM(Module, Model):
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
         return tiny_config("smollm3", "SmolLM3ForCausalLM", no_rope_layers=[1, 1, 0])
-
-
-class RemoteForCausalLM(TransformersForCausalLM):
-    """A causal language model with code in the checkpoint, written for transformers."""
-
-    config_type = RemoteConfig
-    remote_code = True
 
 
 def _hidden_states(output: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from modulm.contracts.media import MediaItem
 from modulm.contracts.model import Batch
 from modulm.errors import UnsupportedError
-from modulm_transformers.bridge import TransformersForCausalLM, logits_of
+from modulm_transformers.bridge import BridgedForCausalLM, logits_of
 from modulm_transformers.load import explained
 from modulm_transformers.rows import RowRunner
 from modulm_transformers.text_family import TEXT
@@ -22,7 +22,7 @@ __all__ = ["TransformersEncoderDecoder"]
 _PROBE = 4
 
 
-class TransformersEncoderDecoder(TransformersForCausalLM):
+class TransformersEncoderDecoder(BridgedForCausalLM):
     """The library's encoder runs once per prompt. The decoder runs row by row, and the encoder's
     output lies in blocks.
     """

@@ -24,7 +24,7 @@ from modulm.errors import EngineError, UnsupportedError
 from modulm.nn import Builder
 from modulm_towers import tiny_text
 from modulm_transformers.attention import NAME
-from modulm_transformers.bridge import TransformersForCausalLM
+from modulm_transformers.bridge import BridgedForCausalLM
 from modulm_transformers.config import TransformersConfig
 from modulm_transformers.decoder_inputs import DecoderInputs
 from modulm_transformers.load import explained
@@ -40,7 +40,7 @@ _SEEN_TOKENS = tuple(
 )
 
 
-class TransformersWithImages(TransformersForCausalLM):
+class TransformersWithImages(BridgedForCausalLM):
     """A decoder of transformers with the library's encoders."""
 
     media = ("image", "video")
