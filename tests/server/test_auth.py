@@ -41,7 +41,7 @@ WALKED = {path.replace("{file:path}", "file") for path in UNLOCKED}
 def locked(make_server: ServerMaker, tmp_path_factory: pytest.TempPathFactory) -> Live:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"# keys\n{OTHER}\n\n")
-    return make_server(api_key=(KEY,), api_key_file=str(file), root_path="/api")
+    return make_server(api_key=(KEY,), api_key_file=str(file), root_path="/base")
 
 
 def routes(live: Live) -> list[tuple[str, str]]:
@@ -147,7 +147,7 @@ def test_a011_no_host_opens_a_route(locked: Live, host: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/v1/models", "/api/v1/models", "/api/api/v1/models", "//v1/models", "/v1/../v1/models",
+        "/v1/models", "/base/v1/models", "/base/base/v1/models", "//v1/models", "/v1/../v1/models",
         "/health/../v1/models", "/v1/models/", "/V1/models", "/v1%2fmodels", "/v1/models;/health",
     ],
 )  # fmt: skip
