@@ -209,6 +209,8 @@ def main(*folders: str) -> None:
                     note(name, live, http)
             for name in slow:
                 note(name)
+    calls = {(module, site): one for module, rows in CALLS.items() for site, one in rows.items()}
+    first = {site: name for site, name in first.items() if site not in calls}
     lines = [
         "# Written by tests/server/test_fault_sites.py, but for the tests and calls.",
         "",
@@ -223,18 +225,12 @@ def main(*folders: str) -> None:
         results = [one for one in results_of(Path(folder)) if one.kind in kinds_of(one.site[1])]
         wrong = {one.site for one in results if one.error is not None}
         tried |= {one.site: one.test for one in results if one.fired and one.site not in wrong}
-    tried = {site: test for site, test in tried.items() if site not in first}
-    calls = {(module, site): one for module, rows in CALLS.items() for site, one in rows.items()}
+    tried = {site: test for site, test in tried.items() if site not in {*first, *calls}}
     for module, here in sites.items():
         rows = [(site, tried[module, site]) for site in here if (module, site) in tried]
         lines += [f"[tried.{json.dumps(module)}]", *map(row, rows), ""] if rows else []
     for module, here in sites.items():
-        unknown = {*first, *tried}
-        rows = [
-            (site, calls[module, site])
-            for site in here
-            if (module, site) in calls and (module, site) not in unknown
-        ]
+        rows = [(site, calls[module, site]) for site in here if (module, site) in calls]
         lines += [f"[calls.{json.dumps(module)}]", *map(row, rows), ""] if rows else []
     lines += ["[elsewhere]"]
     for module, here in sites.items():

@@ -54,6 +54,9 @@ SHORT = {
     "recvfrom": 0,
 }  # fmt: skip
 
+#: Operations named like one of these that do all of it or fail: a collective's.
+WHOLE = frozenset({"self.backend.recv"})
+
 
 def kinds_of(site: str) -> tuple[str, ...]:
     """The faults that may happen at a site: "cancel", "short" or the names of errnos."""
@@ -64,7 +67,7 @@ def kinds_of(site: str) -> tuple[str, ...]:
         return ("cancel", "EIO")
     text = text.partition(" (")[0]
     name = text.rpartition(".")[2]
-    short = ("short",) if {text, name} & SHORT.keys() else ()
+    short = ("short",) if {text, name} & SHORT.keys() and text not in WHOLE else ()
     if name in SOCKETS:
         return ("ECONNRESET", "ETIMEDOUT", "EMFILE", *short)
     return ("ENOSPC", "EIO", "EMFILE", *short)
