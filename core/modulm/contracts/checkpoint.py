@@ -44,15 +44,16 @@ class Checkpoint:
 class WantedFiles:
     """Which files of a checkpoint to download (hook `modulm_fetch_checkpoint`).
 
-    patterns: of paths below the checkpoint's folder (`fnmatch`). fallback: patterns that are added
-    if there are no safetensors files in that folder. choose: for the repository and part of
-    `repository:PART` and a list of paths, returns those of the part, the one to open first; raises
-    CheckpointError. headers_in: an empty folder. If set, a source may write the small files and
-    safetensors files without their data (sparse) into it, instead of downloading weights, and
-    return it.
+    patterns: of paths below the checkpoint's folder (`fnmatch`). weights: those of weights among
+    them. fallback: patterns that are added if that folder has no such weights. choose: for the
+    repository and part of `repository:PART` and a list of paths, returns those of the part, the one
+    to open first; raises CheckpointError. headers_in: an empty folder. If set, a source may write
+    the small files and weight files without their data (sparse) into it, instead of downloading
+    weights, and return it.
     """
 
     patterns: tuple[str, ...]
+    weights: tuple[str, ...]
     fallback: tuple[str, ...]
     choose: Callable[[str, str, Sequence[str]], Sequence[str]]
     headers_in: Path | None = None

@@ -49,6 +49,11 @@ class WeightLoader(ABC):
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
+    #: Patterns (`fnmatch`) of the files to download for this format; all that `--load-format NAME`
+    #: downloads. None: those of the other formats.
+    downloads: ClassVar[tuple[str, ...] | None] = None
+    #: Whether they are downloaded only where no file of another format is.
+    fallback: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.checkpoint import Checkpoint
 from modulm.contracts.pooling import PoolingRecipe
 from modulm.contracts.quantization import CheckpointInfo
-from modulm.errors import CheckpointError, PluginError, PluginNotFound
+from modulm.errors import CheckpointError, PluginNotFound
 from modulm.loading.sources import fetch
 from modulm.loading.unsupported import folder_kind, weights_hint
 from modulm.plugins import defaults
@@ -46,10 +45,8 @@ def open_checkpoint(config: EngineConfig, plugins: PluginManager) -> Checkpoint:
         file = file if stored is None else path
     stored = {**quantization, **_read_json(file)} if stored is None else stored
     table = {**stored, **config.model.hf_overrides}
-    architectures = table.get("architectures")
-    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
-        architectures = []
-    if not architectures:
+    listed = table.get("architectures")
+    if not listed or not isinstance(listed, list) or not all(isinstance(a, str) for a in listed):
         raise CheckpointError(
             f"{file}: architectures: must be a list with the name of the model's class "
             "(--hf-overrides '{\"architectures\": [...]}' adds one)"
@@ -58,7 +55,7 @@ def open_checkpoint(config: EngineConfig, plugins: PluginManager) -> Checkpoint:
         path=path,
         config=table,
         generation_config=_read_generation(path) if generation is None else generation,
-        architecture=architectures[0],
+        architecture=listed[0],
         info=_info(path, file, table),
         config_file=file,
     )
@@ -122,27 +119,14 @@ def _locate(config: EngineConfig, plugins: PluginManager) -> Path:
     try:
         model = plugins.load("checkpoints", name)
     except PluginNotFound:
-        return _find_or_fetch(name, config, plugins, _tokenizer_files(plugins))
+        return _find_or_fetch(name, config, plugins)
     source = model.source()
     return source if isinstance(source, Path) else _find_or_fetch(str(source), config, plugins)
 
 
-def _tokenizer_files(plugins: PluginManager) -> tuple[str, ...]:
-    """Return the file patterns of installed tokenizer loaders. Broken loaders are reported when
-    they are needed.
-    """
-    files: dict[str, None] = {}
-    for declared in plugins.names("tokenizers"):
-        with suppress(PluginError):
-            files |= dict.fromkeys(plugins.load("tokenizers", declared.name).files)
-    return tuple(files)
-
-
-def _find_or_fetch(
-    name: str, config: EngineConfig, plugins: PluginManager, more: tuple[str, ...] = ()
-) -> Path:
+def _find_or_fetch(name: str, config: EngineConfig, plugins: PluginManager) -> Path:
     path = Path(name).expanduser()
-    found = path if path.exists() else fetch(name, config, plugins, more)
+    found = path if path.exists() else fetch(name, config, plugins)
     if found is not None:
         return found
     known = [d.name for d in plugins.names("checkpoints") if ":" not in d.name]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.checkpoint import WantedFiles
-from modulm.errors import CheckpointError
+from modulm.errors import CheckpointError, PluginError
 from modulm.plugins import defaults, manager
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["download", "fetch", "tokenizer_path"]
 
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-#: Weights in formats that cannot hold code, and those of checkpoints that have no other format.
-_WEIGHTS, _OLDER_WEIGHTS = ("*.safetensors",), ("pytorch_model*.bin", "adapter_model.bin")
 
 
 def fetch(
@@ -38,11 +39,31 @@ def fetch(
     """
     plugins = plugins or manager.current()
     code = ("*.py",) if config.model.trust_remote_code else ()
-    patterns = (*_SMALL, *(_WEIGHTS if weights else ()), *more, *code)
+    of_tokenizers = (one for each in _drivers(plugins, "tokenizers") for one in each.files)
+    wanted, fallback = _weights(config, plugins) if weights else ((), ())
+    patterns = (*_SMALL, *wanted, *of_tokenizers, *more, *code)
     choose = partial(defaults.choose_files, plugins)
-    files = WantedFiles(patterns, _OLDER_WEIGHTS if weights else (), choose, headers_in)
+    files = WantedFiles(patterns, wanted, fallback, choose, headers_in)
     path = plugins.hook.modulm_fetch_checkpoint(name=name, config=config, files=files)
     return path if isinstance(path, Path) else None
+
+
+def _weights(config: EngineConfig, plugins: PluginManager) -> tuple[tuple[str, ...], ...]:
+    """Return the patterns of weights, and those to use where there are no such files."""
+    name = config.load.load_format
+    if name != "auto" and (downloads := plugins.load("loaders", name).downloads) is not None:
+        return downloads, ()
+    found: dict[bool, set[str]] = {False: set(), True: set()}
+    for loader in _drivers(plugins, "loaders"):
+        found[loader.fallback].update(loader.downloads or ())
+    return tuple(sorted(found[False])), tuple(sorted(found[True]))
+
+
+def _drivers(plugins: PluginManager, kind: str) -> Iterator[Any]:
+    """Yield the installed drivers. Broken ones are reported when they are needed."""
+    for declared in plugins.names(kind):
+        with suppress(PluginError):
+            yield plugins.load(kind, declared.name)
 
 
 def download(name: str, config: EngineConfig, more: tuple[str, ...] = ()) -> Path:

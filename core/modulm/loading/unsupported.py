@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from modulm.plugins import manager
 from modulm.plugins.index import install_hint
 
 __all__ = ["folder_kind", "model_kind", "weights_hint"]
-
-#: Suffixes of weights whose loader has another name.
-_LOADERS = {"bin": "pt", "pth": "pt"}
 
 
 def folder_kind(folder: Path) -> str:
     """Describe a folder without config.json, with advice."""
     if (folder / "model_index.json").exists():
         return "a diffusion pipeline, which generates images; only text models are supported"
-    if (adapter := folder / "adapter_config.json").exists():
-        try:
-            base = json.loads(adapter.read_bytes())["base_model_name_or_path"]
-        except (OSError, ValueError, KeyError, TypeError):
-            base = "its base model"
-        flags = f"--enable-lora --lora-modules NAME={folder}"
-        return f"a LoRA adapter, not a model: serve {base} with {flags}"
+    if (known := manager.current().hook.modulm_explain_folder(folder=folder)) is not None:
+        return str(known)
     hint = weights_hint(folder) or "; --hf-config-path may name a folder or hub id that has one"
     return f"file not found, so this is not a checkpoint{hint}"
 
@@ -38,8 +30,7 @@ def weights_hint(path: Path) -> str:
         return f"; use the folder that contains it, {path.parent}"
     files = [path] if path.is_file() else path.iterdir() if path.is_dir() else ()
     suffixes = sorted({file.suffix.removeprefix(".").lower() for file in files})
-    hints = (install_hint("loaders", _LOADERS.get(suffix, suffix)) for suffix in suffixes)
-    hint = next(filter(None, hints), "") if "safetensors" not in suffixes else ""
+    hint = next(filter(None, (install_hint("weights", suffix) for suffix in suffixes)), "")
     return f"; {hint}" if hint else ""
 
 

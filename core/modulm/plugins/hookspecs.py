@@ -35,9 +35,9 @@ __all__ = [
     "modulm_attention", "modulm_choose_attention", "modulm_choose_model", "modulm_choose_parser",
     "modulm_choose_platform", "modulm_choose_quantization", "modulm_config_final",
     "modulm_config_proposals", "modulm_doctor_checks", "modulm_drafter", "modulm_engine_failed",
-    "modulm_engine_started", "modulm_engine_stopping", "modulm_fetch_checkpoint",
-    "modulm_logits_steps", "modulm_model_built", "modulm_model_loaded", "modulm_models",
-    "modulm_parsers", "modulm_platforms", "modulm_pooling", "modulm_quantization",
+    "modulm_engine_started", "modulm_engine_stopping", "modulm_explain_folder",
+    "modulm_fetch_checkpoint", "modulm_logits_steps", "modulm_model_built", "modulm_model_loaded",
+    "modulm_models", "modulm_parsers", "modulm_platforms", "modulm_pooling", "modulm_quantization",
     "modulm_report_header", "modulm_request_admitted", "modulm_request_finished",
     "modulm_request_listeners", "modulm_step_finished",
 ]  # fmt: skip
@@ -166,6 +166,15 @@ def modulm_fetch_checkpoint(name: str, config: Any, files: WantedFiles) -> Path 
     `modulm.contracts.checkpoint.WantedFiles`. Return None for names of other sources. First result.
     Called in every process that opens the checkpoint, so a second call should find everything in a
     local cache. Raising stops the start.
+    """
+
+
+@hookspec(firstresult=True)
+def modulm_explain_folder(folder: Path) -> str | None:
+    """Say what a `folder` without config.json holds, with advice.
+
+    For example "an adapter, not a model: serve its model with --flag". First result. Called when
+    such a folder was given as a model; the answer becomes a part of the error.
     """
 
 

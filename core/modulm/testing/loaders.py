@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -46,12 +47,22 @@ def check_loader(driver: type[WeightLoader], *, sample: Writer | None = None) ->
             raise KitNotRun("it does not open safetensors: pass sample=, a function that writes its"
                             " format")  # fmt: skip
         assert reason, f"opens() gave {reason!r} for a checkpoint in its format"
+        _check_downloads(driver, path)
         assert isinstance(reason, str), f"opens() gave {reason!r}, not a reason"
         if driver(path).expect(_described(tensors)):
             raise KitNotRun("it generates weights instead of reading them")
         _check_tensors(driver, path, tensors)
         _check_texts(driver(path))
         _check_torn(driver, path)
+
+
+def _check_downloads(driver: type[WeightLoader], path: Path) -> None:
+    """Compare the patterns of files to download with what the sample consists of."""
+    names = [path.name] if path.is_file() else [file.name for file in path.iterdir()]
+    patterns = driver.downloads
+    assert patterns is None or isinstance(patterns, tuple), f"downloads is {patterns!r}, no tuple"
+    found = any(fnmatch(name, pattern) for name in names for pattern in patterns or ())
+    assert not patterns or found, f"none of {', '.join(names)} is among downloads: {patterns}"
 
 
 def _tensors() -> dict[str, torch.Tensor]:

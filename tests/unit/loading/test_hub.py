@@ -14,6 +14,7 @@ from modulm.loading import open_checkpoint
 from modulm.plugins import current
 from modulm.plugins.manager import PluginManager
 from modulm.plugins.selection import Selection
+from modulm.testing.bundles import BundleLoader
 from modulm.testing.checkpoints import make_tiny
 
 RESPONSE = httpx.Response(404, request=httpx.Request("GET", "https://hub.example"))
@@ -98,6 +99,38 @@ def test_a_download_brings_what_loaders_of_tokenizers_read(monkeypatch, tmp_path
     assert not {"words/*.own", "encoding/*.py"} & {*patterns}
 
 
+class Bundles(BundleLoader):
+    """A format that nobody here knows."""
+
+    downloads = ("*.bundle",)
+
+
+@pytest.mark.parametrize(
+    ("load_format", "weights"),
+    [
+        ("auto", {"*.safetensors", "consolidated*.safetensors", "*.bundle"}),
+        ("bundle", {"*.bundle"}),
+        ("pt", {"pytorch_model*.bin"}),
+        ("mistral", {"consolidated*.safetensors"}),
+        ("dummy", set()),
+    ],
+)
+def test_a_download_brings_what_the_loader_reads(monkeypatch, tmp_path, load_format, weights):
+    make_tiny(tmp_path)
+    downloads = []
+
+    def download(name, *, allow_patterns, **keywords):
+        downloads.append(set(allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    plugins = PluginManager()
+    plugins.register("loaders", "bundle", Bundles)
+    open_checkpoint(config(load_format=load_format), plugins)
+    others = {"*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "encoding/*.py", "*.model.v*"}
+    assert [patterns - others for patterns in downloads] == [weights]
+
+
 def test_pickled_weights_are_downloaded_where_there_are_no_others(monkeypatch, tmp_path):
     make_tiny(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -110,7 +143,7 @@ def test_pickled_weights_are_downloaded_where_there_are_no_others(monkeypatch, t
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     open_checkpoint(config(revision="v1"), current())
     assert [revision for revision, _ in downloads] == ["v1", "v1"]
-    assert downloads[1][1] == ["pytorch_model*.bin", "adapter_model.bin"]
+    assert downloads[1][1] == ["model.tensors", "pytorch_model*.bin"]
 
 
 @pytest.mark.parametrize("revision", [None, "main", "abc123"])

@@ -15,7 +15,7 @@ from modulm.contracts.outputs import Finished
 from modulm.contracts.pooling import PoolingRecipe, TextRules
 from modulm.contracts.request_listener import RequestListener
 from modulm.contracts.sampling import LogitsProcessor
-from modulm.errors import ConfigError, EngineDead, EngineError
+from modulm.errors import CheckpointError, ConfigError, EngineDead, EngineError
 from modulm.loading import open_checkpoint
 from modulm.loading.sources import tokenizer_path
 from modulm.plugins import Check, Choice, Declaration, PluginManager, current, hookimpl
@@ -100,6 +100,11 @@ class Watcher:
     def modulm_fetch_checkpoint(self, name: str, config: Any, files: Any) -> Path | None:
         self.note("fetch_checkpoint", name=name, config=config, files=files)
         return self.folder
+
+    @hookimpl
+    def modulm_explain_folder(self, folder: Path) -> str | None:
+        self.note("explain_folder", folder=folder)
+        return "watched over"
 
     @hookimpl
     def modulm_config_final(self, config: Any) -> None:
@@ -238,6 +243,12 @@ def test_a_checkpoint_of_a_plugin(watcher: Watcher, checkpoint: Path) -> None:
     asked = [facts for name, facts in watcher.events if name == "fetch_checkpoint"]
     assert [facts["name"] for facts in asked] == ["shelf://tiny", "shelf://words"]
     assert ["*.safetensors" in facts["files"].patterns for facts in asked] == [True, False]
+
+
+def test_a_folder_that_is_no_model(watcher: Watcher, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: watched over"):
+        open_checkpoint(EngineConfig.from_keywords(model=str(tmp_path)), current())
+    assert watcher.first("explain_folder") == {"folder": tmp_path}
 
 
 def test_who_asks_for_text_gets_no_recipe(watcher: Watcher, checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from modulm.errors import ConfigError
@@ -9,12 +10,14 @@ from modulm.plugins import hookimpl, manager
 from modulm_adapters.flags import LoRAConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from modulm.contracts.adapter import AdapterBank
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.kernels import Ops
     from modulm.contracts.platform import Platform
 
-__all__ = ["modulm_adapter_bank", "modulm_config_final"]
+__all__ = ["modulm_adapter_bank", "modulm_config_final", "modulm_explain_folder"]
 
 _BANK = "lora"
 #: Default number of adapters in host memory.
@@ -31,6 +34,20 @@ def modulm_config_final(config: EngineConfig) -> None:
             "enable_lora", "--plugin-config sets adapters as well: use only one of them"
         )
     manager.current().find("adapters", _BANK)
+
+
+@hookimpl
+def modulm_explain_folder(folder: Path) -> str | None:
+    """Name the model of an adapter, with which it is served."""
+    file = folder / "adapter_config.json"
+    if not file.exists():
+        return None
+    try:
+        base = json.loads(file.read_bytes())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = "its base model"
+    flags = f"--enable-lora --lora-modules NAME={folder}"
+    return f"a LoRA adapter, not a model: serve {base} with {flags}"
 
 
 @hookimpl

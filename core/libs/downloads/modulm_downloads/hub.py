@@ -42,7 +42,7 @@ def download(name: str, config: EngineConfig, files: WantedFiles) -> Path:
     """
     with explained(name, config):
         folder = _files(name, config, files.patterns)
-        if files.fallback and not any(folder.glob("*.safetensors")):
+        if files.fallback and not any(any(folder.glob(one)) for one in files.weights):
             _files(name, config, files.fallback)
     if config.model.revision != folder.name:
         log.info("model %s is at commit %s; use --revision to pin it", name, folder.name)

@@ -167,7 +167,7 @@ def _choose(
     if remote.is_file:
         return list(listed)
     names = matching(files.patterns)
-    if files.fallback and not any(n.endswith(SUFFIX) and "/" not in n for n in names):
+    if files.fallback and all("/" in name for name in matching(files.weights)):
         names |= matching(files.fallback)
     return [file for file in listed if file.name in names]
 

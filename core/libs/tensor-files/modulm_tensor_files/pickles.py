@@ -30,6 +30,8 @@ _SHARD = re.compile(r"pytorch_model-\d+-of-\d+\.bin")
 class PickledFolder(TensorFolder):
     """A folder with pytorch_model.bin, or with shards and their index."""
 
+    downloads = ("pytorch_model*.bin",)
+    fallback = True
     INDEX = "pytorch_model.bin.index.json"
 
     def is_shard(self, name: str) -> bool:

@@ -56,6 +56,7 @@ class SafetensorsFolder(TensorFolder):
     sub-folder, which are read if the model takes such a tensor.
     """
 
+    downloads = ("*.safetensors",)
     INDEX = "model.safetensors.index.json"
     _folders: tuple[str, ...] = ()
 

@@ -35,6 +35,7 @@ class DummyLoader(WeightLoader):
 
     name = "dummy"
     api = 1
+    downloads = ()
     Config = DummyConfig
 
     def __init__(self, path: Path, options: Mapping[str, Any] | None = None) -> None:

@@ -65,6 +65,7 @@ class MistralLoader(SafetensorsFolder):
 
     name = "mistral"
     api = 1
+    downloads = (_WEIGHTS,)
     INDEX = "consolidated.safetensors.index.json"
 
     @classmethod

@@ -60,6 +60,8 @@ class TensorizerLoader(WeightLoader):
 
     name = "tensorizer"
     api = 1
+    downloads = (_FILE,)
+    fallback = True
     Config = TensorizerConfig
 
     def __init__(self, path: Path, options: Mapping[str, object] | None = None) -> None:

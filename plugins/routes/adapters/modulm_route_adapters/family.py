@@ -123,7 +123,8 @@ class Adapters(RouteFamily):
             try:
                 path, root = Path(module.path), None
                 if not path.exists():
-                    path = fetch(module.path, config.with_(revision=None)) or path
+                    of_adapter = config.with_(revision=None, load_format="auto")
+                    path = fetch(module.path, of_adapter, more=("adapter_model.bin",)) or path
                     root = module.path if path.exists() else None
                 adapter = Adapter(module.name, str(path), module.parent, root)
                 if engine.adapters.get(adapter.name) != adapter:
