@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "attention/projections.h"
 #include "attention/walk.h"
 #include "base/replay.h"
 
@@ -41,11 +42,17 @@ struct Division {
     d.heads = std::min(all, Walk<Math>::in_order(p.cache, head.most_rows)
                                 ? kMostRows / head.most_rows
                                 : kMostBytes / (kChunk / kPiece * p.cache.head_bytes()));
-    while (d.heads > 1 && (all % d.heads || head.parts * all / d.heads < 8 * threads())) d.heads--;
+    const bool alone = is_short(head);
+    const int64_t tiles = alone ? 1 : head.parts, tasks = alone ? threads() : 8 * threads();
+    while (d.heads > 1 && (all % d.heads || tiles * all / d.heads < tasks)) d.heads--;
     d.heads = std::max<int64_t>(d.heads, 1);
     d.groups = all / d.heads;
     return d;
   }
+
+  // One tile that is not split. With a task for each thread, heads that lie side by side are read one
+  // after the other.
+  static bool is_short(const PlanHead& head) { return head.tiles == 1 && head.most_splits <= 2; }
 
   // Of `count` tiles or parts of tiles.
   int64_t index(int64_t task, int64_t count) const { return by_tile ? task / groups : task % count; }
@@ -58,13 +65,20 @@ struct Division {
   static constexpr int64_t kMostRows = 32;
 };
 
-// One task per tile and group of heads.
+// One task per tile and group of heads. fresh: of the only tile's tokens, to be prepared by each task
+// for its heads; or null.
 template <class Math>
-void run_whole(const Problem& p, const Tile* tiles, const PlanHead& head, const Division& by) {
+void run_whole(const Problem& p, const Tile* tiles, const PlanHead& head, const Division& by,
+               const Projections* fresh) {
   const int64_t count = head.tiles, tasks = count * by.groups;
   run_tasks_of(tasks, head.parts * by.groups, [&](int64_t task, int64_t next) {
     const Tile& tile = tiles[by.index(task, count)];
     const int64_t first_head = by.group(task, count) * by.heads;
+    if (fresh) {
+      const Part part{0, fresh->tokens, first_head, first_head + by.heads};
+      fresh->fetch(part);
+      fresh->prepare(part);
+    }
     Walk<Math> walk(p, tile, first_head, by.heads);
     const int64_t rows = by.heads * padded_rows(tile.rows);
     const int64_t floats = State::floats(rows, p.value_size);
@@ -130,12 +144,63 @@ void run_split(const Problem& p, const Tile* tiles, const PlanHead& head, const 
 }
 
 template <class Math>
-void run(const Problem& p, const Tile* plan) {
+void run(const Problem& p, const Tile* plan, const Projections* fresh) {
   const PlanHead& head = *reinterpret_cast<const PlanHead*>(plan);
   const Division by = Division::of<Math>(p, head);
-  bool few = head.tiles * by.groups < 4 * threads();
-  if (few && head.most_splits > 2 && threads() > 1) run_split<Math>(p, plan + 1, head, by);
-  else run_whole<Math>(p, plan + 1, head, by);
+  const bool few = head.tiles * by.groups < 4 * threads();
+  const bool split = few && head.most_splits > 2 && threads() > 1;
+  if (fresh && !Division::is_short(head)) {
+    fresh->prepare();
+    fresh = nullptr;
+  }
+  if (split) run_split<Math>(p, plan + 1, head, by);
+  else run_whole<Math>(p, plan + 1, head, by, fresh);
+}
+
+void attend(const Problem& p, const void* plan, const Projections* fresh = nullptr) {
+  std::vector<Tile> own;
+  if (!plan) {
+    Step step{p.query_starts, p.context_lens, p.sequences, p.group(), p.cache.heads, p.window,
+              p.causal, p.masks};
+    own.resize(plan_records(step));
+    make_plan(step, own.data());
+    plan = own.data();
+  }
+  if (p.cache.dtype == kInt8) run<IntegerMath>(p, static_cast<const Tile*>(plan), fresh);
+  else if (p.cache.paired()) run<PairMath>(p, static_cast<const Tile*>(plan), fresh);
+  else run<PlainMath>(p, static_cast<const Tile*>(plan), fresh);
+}
+
+struct Call {
+  Problem problem;
+  const void* plan;
+};
+
+Call call_of(const void* q, int64_t q_token, int64_t q_head, int64_t heads, int64_t size,
+             int64_t value_size, int dtype, void* data, int64_t kv_heads, int64_t block,
+             int64_t padded, int64_t padded_value, int latent, int cache_dtype,
+             const int32_t* tables, int64_t table_stride, const int32_t* query_starts,
+             const int32_t* context_lens, int64_t sequences, float scale, int64_t window,
+             float softcap, const float* sinks, const float* alibi, int causal,
+             const uint64_t* masks, const void* plan, void* out) {
+  return {{q, q_token, q_head, heads, size, value_size, dtype,
+           Cache{static_cast<uint8_t*>(data), kv_heads, block, padded, padded_value, cache_dtype,
+                 latent != 0},
+           tables, table_stride, query_starts, context_lens, sequences, scale, softcap, window,
+           causal != 0, masks, sinks, alibi, out},
+          plan};
+}
+
+// Whether they are the queries and the cache of one sequence, of which no other reads what is written,
+// and attention's results are not written over projections that other heads still need.
+bool one_step(const Projections& fresh, const Problem& p) {
+  const int64_t width = fresh.dtype == kF32 ? 4 : 2;
+  auto out = static_cast<const char*>(p.out), qkv = static_cast<const char*>(fresh.qkv);
+  const bool apart = out + fresh.tokens * p.heads * p.value_size * width <= qkv ||
+                     qkv + fresh.tokens * fresh.stride * width <= out;
+  return p.sequences == 1 && fresh.tokens == p.query_starts[1] && fresh.q_out == p.q &&
+         fresh.cache.data == p.cache.data && fresh.cache.heads == p.cache.heads &&
+         fresh.q_heads == p.heads && fresh.size == p.size && fresh.dtype == p.dtype && apart;
 }
 
 }  // namespace
@@ -152,22 +217,19 @@ MODULM_API void modulm_paged_attention(
     int64_t table_stride, const int32_t* query_starts, const int32_t* context_lens,
     int64_t sequences, float scale, int64_t window, float softcap, const float* sinks,
     const float* alibi, int causal, const uint64_t* masks, const void* plan, void* out) {
-  Problem p{q, q_token, q_head, heads, size, value_size, dtype,
-            Cache{static_cast<uint8_t*>(data), kv_heads, block, padded, padded_value, cache_dtype,
-                  latent != 0},
-            tables, table_stride, query_starts, context_lens, sequences, scale, softcap, window,
-            causal != 0, masks, sinks, alibi, out};
-  std::vector<Tile> own;
-  if (!plan) {
-    Step step{query_starts, context_lens, sequences, p.group(), kv_heads, window, causal != 0,
-              masks};
-    own.resize(plan_records(step));
-    make_plan(step, own.data());
-    plan = own.data();
-  }
-  if (p.cache.dtype == kInt8) run<IntegerMath>(p, static_cast<const Tile*>(plan));
-  else if (p.cache.paired()) run<PairMath>(p, static_cast<const Tile*>(plan));
-  else run<PlainMath>(p, static_cast<const Tile*>(plan));
+  const Call call = call_of(q, q_token, q_head, heads, size, value_size, dtype, data, kv_heads, block,
+                            padded, padded_value, latent, cache_dtype, tables, table_stride,
+                            query_starts, context_lens, sequences, scale, window, softcap, sinks,
+                            alibi, causal, masks, plan, out);
+  attend(call.problem, call.plan);
+}
+
+bool modulm::prepared_attention(const Slot* preparation, const Slot* attention) {
+  const Projections fresh = apply(&projections, preparation);
+  const Call call = apply(&call_of, attention);
+  if (!one_step(fresh, call.problem)) return false;
+  attend(call.problem, call.plan, &fresh);
+  return true;
 }
 
 MODULM_REPLAYABLE(paged_attention)

@@ -46,6 +46,9 @@ void Walk<Math>::attend_in_order(const State& states) {
 template <class Math>
 void Walk<Math>::attend_piece(int64_t column, const State& state, float* sums) {
   const bool first = fresh && column == chunk.low;
+  // Only the last piece of a context has columns that a row does not see.
+  const int64_t unseen = std::max<int64_t>(column + kPiece - bounds[tile.rows - 1].last, 0);
+  const bool cut = bounds[0].last < column + kPiece;
   const float unit = p.scale * kLog2E;
   const Line *key = keys[column / kPiece], *value = values[column / kPiece];
   multiply_attention(Left<Element>{queries, query_stride, tile.rows},
@@ -55,16 +58,19 @@ void Walk<Math>::attend_piece(int64_t column, const State& state, float* sums) {
   for (int r = 0; r < tile.rows; r++, sums += kTwo) {
     const float* x = scores + r * score_stride();
     float& peak = state.peak[r];
-    if (first) peak = std::max(row_peak(x, {0, kPiece}) * unit, kNever);
-    const vf a = vexp2<Math::coarse>(load(x) * unit - peak);
-    const vf b = vexp2<Math::coarse>(load(x + kLanes) * unit - peak);
+    const Columns mine{0, std::min<int64_t>(bounds[r].last - column, kPiece)};
+    if (first) peak = std::max(row_peak(x, mine) * unit, kNever);
+    vf a = vexp2<Math::coarse>(load(x) * unit - peak);
+    vf b = vexp2<Math::coarse>(load(x + kLanes) * unit - peak);
+    if (cut) a = within(0, mine, a, vf{}), b = within(kLanes, mine, b, vf{});
     store(sums, load(sums) + a);
     store(sums + kLanes, load(sums + kLanes) + b);
     store_two(weights + r * kWeightStride, a, b);
   }
   multiply_attention(Left<Weight>{weights, kWeightStride, tile.rows},
                      [&](int, int c) { return value + c; }, int(div_up(p.value_size, 16) * 16),
-                     Depth{1, kPiece / Math::width, p.cache.value_size},
+                     Depth{1, kPiece / Math::width, p.cache.value_size,
+                           div_up(kPiece - unseen, Math::width)},
                      Sums{state.row(0), state.stride, first});
 }
 

@@ -13,6 +13,14 @@ bool Walk<Math>::whole() const {
          bounds[group_rows() - 1].first <= from && bounds[0].last >= from + kChunk;
 }
 
+// Whether every row sees the first column of the chunk and all up to its last, and scores are products.
+template <class Math>
+bool Walk<Math>::from_start() const {
+  const int64_t from = chunk_origin();
+  return !kFixed && p.plain_scores() && !(masked && origin + chunk.high > base) &&
+         bounds[group_rows() - 1].first <= from && bounds[0].last > from;
+}
+
 // Weights of many rows from products; false if that is not possible or some weights became large.
 template <class Math>
 bool Walk<Math>::soften_directly(const State& state) {

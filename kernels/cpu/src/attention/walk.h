@@ -340,7 +340,7 @@ class Walk {
       fresh = at == columns.low;
       next = after_chunk(columns);
       if constexpr (kFetchedInTurn && !kFixed)
-        if (in_order(p.cache, tile.rows) && whole()) {
+        if (in_order(p.cache, tile.rows) && from_start()) {
           attend_in_order(states);
           continue;
         }
@@ -475,6 +475,7 @@ class Walk {
   // Scores of the group in the chunk to weights (soften.h).
   void soften(const State& state);
   bool whole() const;
+  bool from_start() const;
   bool soften_directly(const State& state);
   bool add_totals(const float* sums);
   void attend_in_order(const State& states);

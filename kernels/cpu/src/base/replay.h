@@ -28,18 +28,24 @@ inline T from_slot(Slot slot) {
 }
 
 template <class R, class... A, size_t... I>
-inline int64_t call_with(R (*f)(A...), const Slot* slots, std::index_sequence<I...>) {
-  if constexpr (std::is_void_v<R>) {
-    f(from_slot<A>(slots[I])...);
-    return 0;
-  } else {
-    return int64_t(f(from_slot<A>(slots[I])...));
-  }
+inline R apply(R (*f)(A...), const Slot* slots, std::index_sequence<I...>) {
+  return f(from_slot<A>(slots[I])...);
+}
+
+// f with the arguments in slots.
+template <class R, class... A>
+inline R apply(R (*f)(A...), const Slot* slots) {
+  return apply(f, slots, std::index_sequence_for<A...>{});
 }
 
 template <class R, class... A>
 inline int64_t call_with(R (*f)(A...), const Slot* slots) {
-  return call_with(f, slots, std::index_sequence_for<A...>{});
+  if constexpr (std::is_void_v<R>) {
+    apply(f, slots);
+    return 0;
+  } else {
+    return int64_t(apply(f, slots));
+  }
 }
 
 }  // namespace modulm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +14,9 @@ from modulm import LLM, SamplingParams
 from modulm.contracts.model import Batch
 from modulm.contracts.recording import Recordable
 from modulm.testing.checkpoints import make_tiny
-from modulm_kernels_cpu import load, ops
+from modulm_kernels_cpu import levels, load, ops
 from modulm_kernels_cpu.provider import CpuKernels
-from modulm_kernels_cpu.replay import MAX_ROWS, Replay
+from modulm_kernels_cpu.replay import MAX_ROWS, Arena, Recorder, Replay
 
 HIDDEN, HEADS, SIZE, BLOCK = 64, 4, 32, 32
 
@@ -102,6 +104,49 @@ def test_repeated_steps_give_the_bits_of_the_step():
         assert torch.equal(actual, toy.forward(a_batch(rows, length, step, other)))
         assert torch.equal(cache, other)
     assert replay.reason is None
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "fresh", "length"),
+    [(8, 1, 90), (8, 1, 96), (16, 1, 600), (8, 1, 1500), (4, 3, 130), (16, 5, 33), (8, 40, 64)],
+)
+def test_one_sequence_is_prepared_by_attention(level, dtype, heads, fresh, length):
+    """In a replayed step; with results over the projections each call runs alone."""
+    torch.manual_seed(0)
+    library, calls = load(level), ops(level)
+    size, width = 64, length // BLOCK + 1
+    qkv = torch.randn(fresh, (heads + 8) * size).bfloat16()
+    first = torch.randn(width, 4, BLOCK, 2 * size + 8 * (dtype == torch.int8))
+    first = torch.randint_like(first, -9, 9).to(dtype)
+    calls["write_kv"](
+        *torch.randn(2, width * BLOCK, 4, size).bfloat16(), first, torch.arange(width * BLOCK)
+    )
+    table = torch.arange(width, dtype=torch.int32)[None]
+    positions = torch.arange(length - fresh, length)
+    lens = torch.tensor([length], dtype=torch.int32)
+    starts = torch.tensor([0, fresh], dtype=torch.int32)
+    norm, cos_sin = torch.rand(size).bfloat16(), torch.randn(width * BLOCK, size)
+    results = []
+    for replayed, over in ((False, False), (True, False), (True, True)):
+        arena, cache, own = Arena(), first.clone(), qkv.clone()
+        recorder = Recorder(arena)
+        out = own.flatten()[: fresh * heads * size].view(fresh, heads, size)
+        out = out if over else torch.zeros(fresh, heads, size).bfloat16()
+        with library.listen(recorder):
+            q = calls["qkv_prepare"](
+                own, norm, norm, 1e-6, cos_sin, positions, positions, cache, heads, 4
+            )
+            calls["paged_attention"](q, cache, table, starts, lens, 0.2, out)
+        if replayed:
+            q.zero_(), cache.copy_(first), own.copy_(qkv)
+            program = recorder.program()
+            repeat = library.call("replay", "pnpn", ctypes.c_int64)
+            assert repeat(program.ctypes.data, len(program), None, 0) == 0
+        results.append((q.clone(), cache, out.clone()))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
 
 
 def test_the_model_runs_once_for_steps_that_are_alike():
