@@ -9,7 +9,7 @@
 namespace modulm {
 namespace {
 
-constexpr int64_t kElementsPerTask = 16384;
+constexpr int64_t kElementsPerTask = 4096;
 
 // Rows in groups of `count`, such as the heads of tokens.
 template <class T>
