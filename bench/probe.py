@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import time
 from pathlib import Path
 
@@ -21,22 +22,24 @@ import modulm_kernels_cpu as kernels
 from modulm_kernels_cpu.probe import instruction_rates, read_bandwidth
 
 
-def gemm_rate(size: int = 2048, seconds: float = 1.0) -> float:
+def gemm_rate(size: int = 2048, seconds: float = 1.0, sustained: bool = False) -> float:
     """GFLOP/s of a product [size, size] x [size, size] on packed weights with all cores, the best
     run: in bf16, or in fp32 on processors for which oneDNN has no bf16.
+
+    sustained: the mean of all runs, which is what work of many seconds can reach.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # an engine's front end has one
     dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     x, weight = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, size)
-    best, end = float("inf"), time.perf_counter() + seconds
+    taken, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
         torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-        best = min(best, time.perf_counter() - start)
+        taken.append(time.perf_counter() - start)
     torch.set_num_threads(threads)
-    return 2 * size**3 / best / 1e9
+    return 2 * size**3 / (statistics.mean(taken) if sustained else min(taken)) / 1e9
 
 
 def probe() -> dict[str, object]:

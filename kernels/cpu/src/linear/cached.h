@@ -32,8 +32,9 @@ inline void spread_scales(const Slice& s, StepScales& to) {
 }
 
 // sums[Rows / Digits][64] += the products of rows from `row` on with Vectors * kLanes columns of a
-// slice of one step. Rows are counted in digits.
-template <int Rows, int Digits, int Vectors, Lying Kind>
+// slice of one step. Rows are counted in digits. Whole: the step is one run without a scale of its
+// own, so that its integers are what is added.
+template <int Rows, int Digits, int Vectors, Lying Kind, bool Whole>
 [[gnu::noinline]] void cached_tile(const Slice& s, const StepScales& scales, const Activations& a,
                                    int64_t row, int column, float* sums) {
   constexpr int whole = Rows / Digits, quads = Kind == kQuads ? 1 : 2;
@@ -49,7 +50,12 @@ template <int Rows, int Digits, int Vectors, Lying Kind>
     x[r] = a.at(row + r, 0);
     starts[r] = a.sums + (row + r) * a.runs + s.first_run;
   }
-  vf part[whole][Vectors] = {};
+  vf part[whole][Vectors];
+  if constexpr (!Whole)
+#pragma GCC unroll 4
+    for (int r = 0; r < whole; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; v++) part[r][v] = vf{};
   int run = 0;
   for (int64_t k = s.begin, end; k < s.end; k = end, run++) {
     end = k + length < s.end ? k + length : s.end;
@@ -90,6 +96,10 @@ template <int Rows, int Digits, int Vectors, Lying Kind>
         const int at = column + v * kLanes;
         const vi dot = join_digits<Digits>(r, [&](int i) { return c[i][v]; });
         vf exact = __builtin_convertvector(dot, vf);
+        if constexpr (Whole) {
+          part[r][v] = exact;
+          continue;
+        }
         if (zeros) exact = fused(load(&scales.zeros[run][at]), start, exact);
         part[r][v] = fused(exact, load(&scales.scales[run][at]), part[r][v]);
       }
@@ -110,11 +120,14 @@ inline void cached_slice(int rows, const Slice& s, const StepScales& scales, con
                          int64_t row, float* sums) {
   constexpr int vectors = kPanel / kLanes;
   const int width = s.w.width(s.panel);
+  const bool alone = s.end - s.begin <= s.w.run() && !s.grouped && !s.w.zeros;
   with_rows<Digits, kCachedRows>(rows, [&](auto count) {
+    if (width == kPanel && alone)
+      return cached_tile<count, Digits, vectors, Kind, true>(s, scales, a, row, 0, sums);
     if (width == kPanel)
-      return cached_tile<count, Digits, vectors, Kind>(s, scales, a, row, 0, sums);
+      return cached_tile<count, Digits, vectors, Kind, false>(s, scales, a, row, 0, sums);
     for (int c = 0; c < width; c += kLanes)
-      cached_tile<count, Digits, 1, Kind>(s, scales, a, row, c, sums);
+      cached_tile<count, Digits, 1, Kind, false>(s, scales, a, row, c, sums);
   });
 }
 

@@ -332,6 +332,23 @@ def test_a_row_is_the_same_whatever_is_fetched_meanwhile(ops):
         assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_outputs_larger_than_a_cache(ops, name, dtype):
+    """Whole lines are written past the caches, the last ones of a narrow panel are not."""
+    outputs, rows = 6240, 700
+    codes, scales = codes_of("int8", outputs, 64), torch.rand(outputs, 1)
+    packed = (
+        ops["pack_linear"](codes, name, scales=scales, activations="int8")
+        if name == "int8"
+        else ops["pack_linear"](codes.bfloat16())
+    )
+    x, out = torch.randn(rows, 64).to(dtype), torch.empty(rows, outputs, dtype=dtype)
+    ops["linear"](x, packed, None, out)
+    pieces = [ops["linear"](piece, packed) for piece in x.split(300)]
+    assert torch.equal(out, torch.cat(pieces))
+
+
 @pytest.mark.parametrize("outputs", [16, 64, 192, 208])
 def test_one_row_loses_what_many_rows_lose(ops, outputs):
     """Products around the smallest normal number, where instructions differ in what they flush."""
