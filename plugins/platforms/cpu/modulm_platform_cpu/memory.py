@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from modulm.contracts.platform import Memory
+from modulm_platform_cpu.ahead import keep_ahead
 
 __all__ = ["give_back", "keep_freed_memory", "lazy_zeros", "read_memory"]
 
@@ -46,12 +47,15 @@ def give_back() -> None:
 def lazy_zeros(size: int) -> torch.Tensor:
     """Return [size] zeroed bytes whose pages the system provides when they are first touched.
 
-    They do not come from malloc, which could return used memory that has to be cleared.
+    They do not come from malloc, which could return used memory that has to be cleared. Of large
+    areas a thread provides the next pages before that (`ahead`).
     """
     area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=torch.uint8)[:size]
+    memory = torch.frombuffer(area, dtype=torch.uint8)[:size]
+    keep_ahead(area, memory.data_ptr(), size)
+    return memory
 
 
 def read_memory(root: Path = Path("/")) -> Memory:
