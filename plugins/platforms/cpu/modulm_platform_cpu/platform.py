@@ -121,8 +121,8 @@ class CpuPlatform(Platform):
         keep_freed_memory()
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate pages that the system provides when they are first touched, so that startup does
-        not wait for the whole cache and unused memory is never taken.
+        """Allocate pages that the system provides when they are first touched, or shortly before:
+        startup does not wait for the whole cache, and unused memory is not taken.
         """
         size = math.prod(shape) * dtype.itemsize
         return lazy_zeros(size).view(dtype).view(tuple(shape))
