@@ -255,10 +255,14 @@ struct DownTasks {
   int64_t many, columns, all, tokens;
 
   explicit DownTasks(const Step& s) : all(s.down.panels()), tokens(s.tokens) {
-    // One token's integers are read in longer streams.
-    bool long_streams = tokens == 1 && s.down.first.integer() && all >= 8 * threads();
-    many = tokens >= kManyTokens || long_streams ? kMostPanels : all >= 2 * threads() ? 2 : 1;
+    many = panels(s.down.first.integer(), all / threads());
     columns = div_up(all, many);
+  }
+  // Integers for few tokens are read in longer streams. share: panels of a thread.
+  int64_t panels(bool integer, int64_t share) const {
+    if (tokens >= kManyTokens || (integer && tokens == 1 && share >= 8)) return kMostPanels;
+    const int64_t most = integer && tokens > 1 ? 2 * kMostPanels : 2;
+    return share < 1 ? 1 : share < most ? share : most;
   }
   int64_t count() const { return columns * div_up(tokens, kTokens); }
   Area operator[](int64_t task) const {

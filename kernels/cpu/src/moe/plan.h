@@ -13,6 +13,7 @@ constexpr int64_t kBlockBytes = 512 << 10;  // of a block of rows: half of a sec
 constexpr int64_t kBlockUnit = 96;          // a multiple of every kBlockRows
 constexpr int64_t kManyTokens = 64;         // from here on arithmetic is the bottleneck, not memory
 constexpr int64_t kMostPanels = 4;          // of a task
+constexpr int64_t kFewTokens = 8;           // of an expert on average
 constexpr int64_t kTasksPerThread = 8;      // of the first pass, if each has several panels
 
 struct Bias {
@@ -153,11 +154,13 @@ inline void round_inputs(Step& s, const void* x, int64_t ldx) {
   });
 }
 
-// One token's integers are read in longer streams: several panels of an expert.
+// Integers for few tokens are read in longer streams: several panels of an expert, divided evenly.
 inline int64_t panels_of_gate_task(const Step& s) {
-  if (!s.gate_up.first.integer() || s.tokens > 1) return 1;
-  int64_t many = s.run_count * s.gate_up.panels() / (kTasksPerThread * threads());
-  return many < 1 ? 1 : many < kMostPanels ? many : kMostPanels;
+  if (!s.gate_up.first.integer() || s.pairs > kFewTokens * s.run_count) return 1;
+  const int64_t all = s.gate_up.panels();
+  int64_t many = s.run_count * all / (kTasksPerThread * threads());
+  many = many < 1 ? 1 : many < kMostPanels ? many : kMostPanels;
+  return div_up(all, div_up(all, many));
 }
 
 inline void cut_runs(Step& s) {
