@@ -30,6 +30,7 @@ from torch._C import _distributed_c10d as c10d
 import modulm_route_documents as documents
 from modulm.config import EngineConfig
 from modulm.errors import ModulmError
+from modulm_adapters.hooks import modulm_explain_folder
 from modulm_distributed.collectives import Members
 from modulm_distributed.torch_group import Gloo
 from modulm_downloads import headers
@@ -379,6 +380,14 @@ def a_model_of_the_hub(folder: Path) -> None:
 @_part
 def files_of_a_package(folder: Path) -> None:
     assert files._files(distribution("attrs"), "attrs")
+
+
+@_part
+def folder_of_an_adapter(folder: Path) -> None:
+    """Which model it is of is said if it can be read."""
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/Base"}')
+    said = modulm_explain_folder(folder)
+    assert "serve owner/Base with" in said or "serve its base model with" in said
 
 
 @_part
