@@ -34,9 +34,10 @@ constexpr int64_t kUnpackedRows = kTiled ? 0 : 3 * kQuadRows;
 constexpr int64_t kUnpackedRows = 0;
 #endif
 
-// Where codes come from: a cache; memory, with prefetches; memory that is read without, which is
-// faster for packed codes on processors that stream by themselves.
-enum Source : int { kCache, kPrefetched, kMemory };
+// Where codes come from: a cache; memory, with prefetches; and, for packed codes on processors that
+// stream by themselves, memory that is read without, or for several rows, whose products take
+// longer than reading a line, with one prefetch far ahead.
+enum Source : int { kCache, kPrefetched, kMemory, kFarAhead };
 
 // `Lines` lines of each vector's codes, with the activations that belong to them. From memory,
 // vectors are used one by one as they arrive; from a cache, all at once, so that activations are
@@ -52,6 +53,7 @@ template <int Lines, Lying Kind, Source From, int Rows, int Vectors>
         __builtin_prefetch(b + v * kLanes + ahead.far, 0, 2);
         __builtin_prefetch(b + v * kLanes + ahead.near);
       }
+      if constexpr (From == kFarAhead) __builtin_prefetch(b + v * kLanes + kNibblesAhead, 0, 2);
       const vu line = load_raw<vu>(b + v * kLanes);
       for (int h = 0; h < halves; h++) {
         const vu codes = codes_of<Kind>(line, h, code_of);
@@ -74,7 +76,7 @@ template <int Lines, Lying Kind, Source From, int Rows, int Vectors>
   if constexpr (From == kMemory) {
 #pragma GCC unroll 4
     for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) from_memory();
-  } else if constexpr (From == kPrefetched) {
+  } else if constexpr (From == kPrefetched || From == kFarAhead) {
 #pragma GCC unroll 1  // else compilers group the prefetches and stall a row
     for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) from_memory();
   } else {
@@ -96,8 +98,9 @@ template <int Rows, int Vectors, Lying Kind>
   auto take = [&](const int8_t* at, auto count) {
     constexpr int Lines = count;
     if (!stream) return quad_lines<Lines, Kind, kCache>(at, b, ldb, code_of, ahead, c);
+    constexpr Source by_itself = Rows > 2 ? kFarAhead : kMemory;
     if (Kind != kQuads && alone)
-      return quad_lines<Lines, Kind, kMemory>(at, b, ldb, code_of, ahead, c);
+      return quad_lines<Lines, Kind, by_itself>(at, b, ldb, code_of, ahead, c);
     return quad_lines<Lines, Kind, kPrefetched>(at, b, ldb, code_of, ahead, c);
   };
   auto from = [&] { return x + k / kBlockK * Activations::kBlockStride + k % kBlockK; };

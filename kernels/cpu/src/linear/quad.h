@@ -10,6 +10,7 @@ namespace modulm {
 // cache (which allows more loads in flight than the first) and from there into the first; for
 // scales.
 constexpr int kQuadsAhead = 1024, kQuadsFar = 768, kQuadsNear = 128, kScalesAhead = 512;
+constexpr int kNibblesAhead = 2048;
 
 // The distances for few rows on this processor, in lanes.
 struct Distances {
