@@ -206,10 +206,6 @@ class Sampler:
         self._rows.pop(row, None)
         self.processors.release(row)
 
-    def waits(self, rows: np.ndarray) -> bool:
-        """Whether the rows' tokens must be known on the host before the next ones are sampled."""
-        return bool((self._flags[rows] & _HISTORY).any())
-
     def sample(self, rows: np.ndarray, positions: np.ndarray, logits: torch.Tensor) -> Chosen:
         """Sample one token per row.
 

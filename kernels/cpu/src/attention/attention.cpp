@@ -224,7 +224,13 @@ MODULM_API void modulm_paged_attention(
   attend(call.problem, call.plan);
 }
 
-bool modulm::prepared_attention(const Slot* preparation, const Slot* attention) {
+MODULM_REPLAYABLE(paged_attention)
+
+namespace {
+
+// If both calls are of one sequence and a short context, each task of attention prepares its heads:
+// threads meet once instead of twice, and the blocks that are written are read in the order of memory.
+bool prepare_and_attend(const Slot* preparation, const Slot* attention) {
   const Projections fresh = apply(&projections, preparation);
   const Call call = apply(&call_of, attention);
   if (!one_step(fresh, call.problem)) return false;
@@ -232,4 +238,6 @@ bool modulm::prepared_attention(const Slot* preparation, const Slot* attention) 
   return true;
 }
 
-MODULM_REPLAYABLE(paged_attention)
+const Joined joined{modulm_replay_qkv_prepare, modulm_replay_paged_attention, prepare_and_attend};
+
+}  // namespace

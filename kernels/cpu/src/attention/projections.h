@@ -50,9 +50,6 @@ inline Projections projections(const void* qkv, int64_t stride, int64_t tokens, 
           slots, q_out};
 }
 
-// The slots of qkv_prepare and of the paged_attention after it. If they are of one sequence and a short
-// context, each task of attention prepares its heads: threads meet once instead of twice, and the
-// blocks that are written are read in the order of memory. Returns whether it was done.
-bool prepared_attention(const Slot* preparation, const Slot* attention);
-
 }  // namespace modulm
+
+MODULM_API int64_t modulm_replay_qkv_prepare(const modulm::Slot* s);

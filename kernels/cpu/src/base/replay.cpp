@@ -1,16 +1,12 @@
 #include "base/replay.h"
 
-#include "attention/projections.h"
 #include "base/pool.h"
-
-MODULM_API int64_t modulm_replay_qkv_prepare(const modulm::Slot* s);
-MODULM_API int64_t modulm_replay_paged_attention(const modulm::Slot* s);
 
 using namespace modulm;
 
-namespace {
+const Joined* Joined::all_ = nullptr;
 
-using Call = int64_t (*)(const Slot*);
+namespace {
 
 // An input to copy: `rows` of `bytes` each, to rows of which the first `clear` bytes are zeroed.
 struct Input {
@@ -23,8 +19,7 @@ struct Input {
 }  // namespace
 
 // program: for each call the address of a modulm_replay_ function, the number of its slots, the
-// slots. A preparation of queries and keys may be done with the attention after it (projections.h).
-// Returns 0, or the result of the first call that failed; later calls are skipped.
+// slots. Calls that are `Joined` may be done as one. Returns 0, or the result of the first call that failed; later calls are skipped.
 MODULM_API int64_t modulm_replay(const Slot* program, int64_t size, const Input* inputs,
                                  int64_t count) {
   for (const Input* input = inputs; input < inputs + count; input++)
@@ -34,14 +29,11 @@ MODULM_API int64_t modulm_replay(const Slot* program, int64_t size, const Input*
       if (input->clear > input->bytes) std::memset(to + input->bytes, 0, input->clear - input->bytes);
     }
   for (const Slot *at = program, *end = program + size; at < end; at += 2 + at[1]) {
-    auto call = from_slot<Call>(at[0]);
-    if (call == modulm_replay_qkv_prepare) {
-      const Slot* next = at + 2 + at[1];
-      if (next < end && from_slot<Call>(next[0]) == modulm_replay_paged_attention &&
-          prepared_attention(at + 2, next + 2)) {
-        at = next;
-        continue;
-      }
+    const auto call = from_slot<Replayed>(at[0]);
+    const Slot* next = at + 2 + at[1];
+    if (next < end && Joined::run(call, at + 2, from_slot<Replayed>(next[0]), next + 2)) {
+      at = next;
+      continue;
     }
     if (int64_t failed = call(at + 2)) return failed;
   }

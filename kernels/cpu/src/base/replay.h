@@ -13,6 +13,33 @@
 namespace modulm {
 
 using Slot = uint64_t;
+using Replayed = int64_t (*)(const Slot*);  // a modulm_replay_ function
+
+// Two functions whose recorded calls may be done as one where they follow each other. Created once, as
+// a static object beside the second function.
+class Joined {
+ public:
+  // run: does both calls, from their slots, and returns true, or does nothing.
+  using Run = bool (*)(const Slot* first, const Slot* second);
+
+  Joined(Replayed first, Replayed second, Run run)
+      : first_(first), second_(second), run_(run), next_(all_) {
+    all_ = this;
+  }
+
+  // Does the call of `first` at `slots` and the one of `second` after it, if they can be joined.
+  static bool run(Replayed first, const Slot* slots, Replayed second, const Slot* following) {
+    for (const Joined* one = all_; one; one = one->next_)
+      if (one->first_ == first && one->second_ == second) return one->run_(slots, following);
+    return false;
+  }
+
+ private:
+  const Replayed first_, second_;
+  const Run run_;
+  const Joined* const next_;
+  static const Joined* all_;
+};
 
 template <class T>
 inline T from_slot(Slot slot) {

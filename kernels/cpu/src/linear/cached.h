@@ -32,9 +32,9 @@ inline void spread_scales(const Slice& s, StepScales& to) {
 }
 
 // sums[Rows / Digits][64] += the products of rows from `row` on with Vectors * kLanes columns of a
-// slice of one step. Rows are counted in digits. Whole: the step is one run without a scale of its
+// slice of one step. Rows are counted in digits. OneRun: the step is one run without a scale of its
 // own, so that its integers are what is added.
-template <int Rows, int Digits, int Vectors, Lying Kind, bool Whole>
+template <int Rows, int Digits, int Vectors, Lying Kind, bool OneRun>
 [[gnu::noinline]] void cached_tile(const Slice& s, const StepScales& scales, const Activations& a,
                                    int64_t row, int column, float* sums) {
   constexpr int whole = Rows / Digits, quads = Kind == kQuads ? 1 : 2;
@@ -51,7 +51,7 @@ template <int Rows, int Digits, int Vectors, Lying Kind, bool Whole>
     starts[r] = a.sums + (row + r) * a.runs + s.first_run;
   }
   vf part[whole][Vectors];
-  if constexpr (!Whole)
+  if constexpr (!OneRun)
 #pragma GCC unroll 4
     for (int r = 0; r < whole; r++)
 #pragma GCC unroll 4
@@ -96,7 +96,7 @@ template <int Rows, int Digits, int Vectors, Lying Kind, bool Whole>
         const int at = column + v * kLanes;
         const vi dot = join_digits<Digits>(r, [&](int i) { return c[i][v]; });
         vf exact = __builtin_convertvector(dot, vf);
-        if constexpr (Whole) {
+        if constexpr (OneRun) {
           part[r][v] = exact;
           continue;
         }
@@ -120,9 +120,9 @@ inline void cached_slice(int rows, const Slice& s, const StepScales& scales, con
                          int64_t row, float* sums) {
   constexpr int vectors = kPanel / kLanes;
   const int width = s.w.width(s.panel);
-  const bool alone = s.end - s.begin <= s.w.run() && !s.grouped && !s.w.zeros;
+  const bool one_run = s.end - s.begin <= s.w.run() && !s.grouped && !s.w.zeros;
   with_rows<Digits, kCachedRows>(rows, [&](auto count) {
-    if (width == kPanel && alone)
+    if (width == kPanel && one_run)
       return cached_tile<count, Digits, vectors, Kind, true>(s, scales, a, row, 0, sums);
     if (width == kPanel)
       return cached_tile<count, Digits, vectors, Kind, false>(s, scales, a, row, 0, sums);

@@ -23,25 +23,31 @@ struct Product {
   int64_t rows;
 };
 
-#if defined(__AVX512F__)
 // Outputs larger than this are written past the caches: they would not stay there, and a line that
 // is written whole need not be read first.
 constexpr int64_t kStreamedBytes = 8 << 20;
 
-template <class T>
-inline bool streams_out(const Product& p, int64_t columns) {
-  const int64_t row = p.ldo * int64_t(sizeof(T));
-  return sizeof(T) == 2 && columns == kPanel && p.rows * row > kStreamedBytes && row % 64 == 0 &&
-         reinterpret_cast<uintptr_t>(p.out) % 64 == 0;
-}
-
-// bytes: a multiple of 64. Other threads see them after a fence.
+#if defined(__AVX512F__)
+constexpr bool kStreams = true;
+// bytes: a multiple of 64. Other threads see them after `end_stream`.
 inline void stream_out(const void* from, void* to, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64)
     _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + i),
                         _mm512_load_si512(static_cast<const char*>(from) + i));
 }
+inline void end_stream() { _mm_sfence(); }
+#else
+constexpr bool kStreams = false;
+inline void stream_out(const void*, void*, int64_t) {}
+inline void end_stream() {}
 #endif
+
+template <class T>
+inline bool streams_out(const Product& p, int64_t columns) {
+  const int64_t row = p.ldo * int64_t(sizeof(T));
+  return kStreams && sizeof(T) == 2 && columns == kPanel && p.rows * row > kStreamedBytes &&
+         row % 64 == 0 && reinterpret_cast<uintptr_t>(p.out) % 64 == 0;
+}
 
 // sums: [rows * sums_of_row][64].
 template <class T>
@@ -51,17 +57,11 @@ inline void deliver(const Product& p, int64_t row, int64_t rows, int64_t panel, 
   const int64_t each = sums_of_row(p.w);
   bool scaled = p.w.scales && !p.w.grouped();
   auto scales = static_cast<const float*>(p.w.scales) + column;
-#if defined(__AVX512F__)
   const bool streams = streams_out<T>(p, columns);
   alignas(64) T line[kPanel];
-#endif
   for (int64_t r = 0; r < rows; r++) {
     T* const out = static_cast<T*>(p.out) + (row + r) * p.ldo + column;
-#if defined(__AVX512F__)
     T* const to = streams ? line : out;
-#else
-    T* const to = out;
-#endif
     const float* from = sums + r * each * kPanel;
     for_lanes(columns, [&](int64_t c, int n) {
       vf y = load(from + c);
@@ -69,13 +69,9 @@ inline void deliver(const Product& p, int64_t row, int64_t rows, int64_t panel, 
       vf base = p.bias ? load_n(p.bias + column + c, n) : vf{};
       store_n(to + c, scaled ? fused(y, load(scales + c), base) : y + base, n);
     });
-#if defined(__AVX512F__)
     if (streams) stream_out(line, out, sizeof(line));
-#endif
   }
-#if defined(__AVX512F__)
-  if (streams) _mm_sfence();
-#endif
+  if (streams) end_stream();
 }
 
 inline void deliver(const Product& p, int64_t row, int64_t rows, int64_t panel,

@@ -55,9 +55,14 @@ class _Area:
         return self.used > before
 
     @property
+    def lasts(self) -> bool:
+        """Whether the mapping exists and has pages that were not provided."""
+        return self.provided + _PAGE <= self.size and self.area() is not None
+
+    @property
     def due(self) -> bool:
         """Whether the next page may be provided."""
-        return self.provided + _PAGE <= self.size and self.provided - self.used < self.most
+        return self.provided - self.used < self.most
 
     def provide(self, populate: Callable[[int, int], bool]) -> None:
         """Provide the next page; never again if the system cannot."""
@@ -78,8 +83,8 @@ def _written(area: mmap.mmap, page: int) -> bool:
 class Ahead:
     """Keeps pages ready in all mappings that were added and still exist.
 
-    populate: see `populate`. The thread ends with the last mapping, or when the system cannot
-    provide pages.
+    populate: see `populate`. The thread ends with the last mapping that has pages left, or when the
+    system cannot provide any.
     """
 
     def __init__(self, populate: Callable[[int, int], bool] = populate) -> None:
@@ -105,7 +110,7 @@ class Ahead:
         While steps write to new pages, the cores are left to them.
         """
         with self._lock:
-            areas = self._areas = [one for one in self._areas if one.size and one.area()]
+            areas = self._areas = [one for one in self._areas if one.lasts]
         written = [one.look() for one in areas]
         if any(written):
             return False
@@ -121,7 +126,7 @@ class Ahead:
             while self.step():
                 pass
             with self._lock:
-                if not any(one.size and one.area() for one in self._areas):
+                if not any(one.lasts for one in self._areas):
                     self._thread = None
                     return
 
