@@ -59,7 +59,7 @@ METHODS = {
 
 
 def make(case, fast, choice="auto", **more):
-    name, settings, wanted = METHODS[case]
+    name, settings, wanted = METHODS[case] if isinstance(case, str) else case
     driver = manager.current().load("quantization", name)
     ops = {"pack_quantized": print, "low_precision": lambda name: fast, **more}
     method = driver(structure(settings, driver.Config, "test"), None, SimpleNamespace(find=ops.get))
@@ -92,6 +92,18 @@ def test_explain_says_which_path_a_layer_takes():
     for fast in (True, False):
         kernels = {"low_precision_note": "measured {}".format}
         assert "(measured int8)" in make("w8a8", fast, **kernels)[0].note(LINEAR)
+
+
+@pytest.mark.parametrize(
+    ("settings", "choice", "quantized"),
+    [({}, "auto", True), ({}, "off", False), ({"activations": "bf16"}, "auto", False),
+     ({"activations": "int8"}, "off", True)],
+)  # fmt: skip
+def test_explain_says_what_quantization_at_load_does_with_inputs(settings, choice, quantized):
+    method = make(("int8", settings, "int8"), True, choice)[0]
+    said = "int8, a scale per output"
+    more = "; inputs quantized to int8, a scale per token and 256 inputs"
+    assert method.note(LINEAR) == said + more * quantized
 
 
 @pytest.mark.parametrize("case", ["w8a8", "fp8 in blocks", "mxfp8", "nvfp4", "compressed mxfp4"])

@@ -21,6 +21,7 @@ from modulm.contracts.quantization import (
     QuantizationMethod,
 )
 from modulm.errors import ConfigError
+from modulm_quantized.activations import ACTIVATION_FORMATS
 from modulm_quantized.codes import Codes
 from modulm_quantized.method import ACTIVATIONS, CodedMethod
 from modulm_quantized.names import matches
@@ -139,7 +140,11 @@ class AtLoad(CodedMethod):
         form = StoredAs(
             str(scheme), kind, bits, scheme.columns, zeros=zeros, powers=scheme.exponents
         )
-        return self.note_text(spec, form.text, fits=form.fits(spec))
+        text = self.note_text(spec, form.text, fits=form.fits(spec))
+        inputs = ACTIVATION_FORMATS.get(self.activations(spec))
+        if inputs is None or self._packer(spec) is None or not form.fits(spec):
+            return text
+        return f"{text}; inputs quantized to {inputs}"
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         return {"weight": ParamSpec((OUTPUTS, INPUTS), spec.dtype)}
@@ -154,7 +159,10 @@ class AtLoad(CodedMethod):
     def activations(self, spec: LinearSpec) -> str:
         settings = self.config.moe if spec.kind is LinearKind.EXPERT else self.config.linear
         requested = settings.get("activation") if isinstance(settings, Mapping) else None
-        return requested or self.config.activations or self.ROUNDED
+        if (named := requested or self.config.activations) is not None:
+            return str(named)
+        off = self.low_precision_flags.activation_quantization == "off"
+        return "bf16" if off else self.ROUNDED
 
     def rounded_to(self, spec: LinearSpec) -> Scheme | None:
         """Return the scheme that a layer is quantized with, None if it stays plain."""

@@ -97,7 +97,7 @@ class CodedMethod(QuantizationMethod):
 
     def in_16_bits(self, spec: LinearSpec, name: str) -> str | None:
         """Return why a layer multiplies in 16 bits instead of the format `name`, or None."""
-        flags = LowPrecisionFlags() if self.flags is None else self.flags.group(LowPrecisionFlags)
+        flags = self.low_precision_flags
         if name == "bf16":
             return "only weights are quantized"
         if spec.kind is LinearKind.LM_HEAD and name != "int8":
@@ -114,6 +114,11 @@ class CodedMethod(QuantizationMethod):
             because = self._measured(name)
             return f"{name} is not faster here{because}; --activation-quantization on uses it"
         return None
+
+    @property
+    def low_precision_flags(self) -> LowPrecisionFlags:
+        """The flags of products in low precision, or their defaults."""
+        return LowPrecisionFlags() if self.flags is None else self.flags.group(LowPrecisionFlags)
 
     def _measured(self, name: str) -> str:
         """Return what the kernels have measured about inputs in a format, or ""."""
