@@ -74,7 +74,7 @@ constexpr int64_t kStreamed = 1 << 20;
 // Rows of 16 lanes become columns; `flip` is xored to every lane. `streamed`: past the caches.
 template <class Lane>
 void turn_square(const void* source, int64_t row_bytes, Lane* to, int64_t width, Lane flip,
-                 bool streamed) {
+                 [[maybe_unused]] bool streamed) {
 #if defined(__AVX2__)
   if constexpr (sizeof(Lane) == 4)
     return turn_words(static_cast<const char*>(source), row_bytes, to, width, flip, streamed);
