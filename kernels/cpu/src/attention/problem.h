@@ -30,7 +30,7 @@ struct Problem {
   int64_t group() const { return heads / cache.heads; }
   // Whether a score is just the product times `scale`.
   bool plain_scores() const {
-    return scale > 0.0f && !(softcap > 0.0f) && !alibi && cache.dtype != kInt8;
+    return scale > 0.0f && !(softcap > 0.0f) && !alibi;
   }
 };
 

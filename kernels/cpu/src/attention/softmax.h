@@ -92,22 +92,29 @@ inline vf row_weights(const float* x, Columns seen, float unit, float peak,
   return even + odd;
 }
 
-// The same in fixed point, with planes `stride` apart; stored weights are multiplied by `scales` and
-// `share`.
-inline vf row_planes(const float* x, Columns seen, float unit, float peak, const float* scales,
-                     float share, FixedWeight* to, int64_t stride) {
-  vf total{};
-  for (int64_t i = weights_begin(seen); i < weights_end(seen); i += kLanes) {
-    vf weight = vexp2<true>(load(x + i) * unit - peak);
-    vf kept = weight * (load(scales + i) * share);
-    if (seen.cut(i, kLanes)) {
-      weight = within(i, seen, weight, vf{});
-      kept = within(i, seen, kept, vf{});
+// The same in fixed point, from scores in units of log2, with planes `stride` apart. Stored weights
+// are multiplied by `shares`, which are 0 for other columns.
+template <bool Whole>
+inline vf row_planes(const float* x, Columns seen, float peak, const float* shares, FixedWeight* to,
+                     int64_t stride) {
+  vf even{}, odd{};
+  auto step = [&](int64_t i) {
+    vf a = vexp2<true>(load(x + i) - peak), b = vexp2<true>(load(x + i + kLanes) - peak);
+    if (!Whole && seen.cut(i, kTwo)) {
+      a = within(i, seen, a, vf{});
+      b = within(i + kLanes, seen, b, vf{});
     }
-    total += weight;
-    split_weights(kept, to + i, stride);
+    even += a;
+    odd += b;
+    split_weights(a, b, load(shares + i), load(shares + i + kLanes), to + i, stride);
+  };
+  if constexpr (Whole) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kChunk; i += kTwo) step(i);
+  } else {
+    for (int64_t i = weights_begin(seen); i < seen.last; i += kTwo) step(i);
   }
-  return total;
+  return even + odd;
 }
 
 }  // namespace modulm

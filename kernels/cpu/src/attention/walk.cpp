@@ -1,5 +1,6 @@
 // The walk's kernels, compiled once for all attention operations.
 #include "attention/in_order.h"
+#include "attention/planes.h"
 #include "attention/soften.h"
 #include "attention/walk.h"
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "attention/direct.h"
+#include "attention/direct_fixed.h"
 #include "attention/math.h"
 #include "attention/plan.h"
 #include "attention/problem.h"
@@ -147,6 +148,7 @@ class Walk {
         need(value_scales, kSplit),
         need(all_fixed_queries, kFixed ? heads * tile.rows : 0),
         need(value_units, kFixed ? kGroupRows : 0),
+        need(shares, kFixed ? kChunk : 0),
         need(sums, kFixed ? padded_rows(kPlanes * kGroupRows) * sum_stride() : 0),
         need(turned_queries, p.cache.latent ? lines * query_columns() : 0),
         need(key_rows, p.cache.latent ? kPiece * size : 0),
@@ -167,6 +169,7 @@ class Walk {
         float row[kMaxSize];
         copy_row(from, row);
         fixed_queries[r] = split_query(row, p.cache.size, to, query_stride);
+        fixed_queries[r].scale *= p.plain_scores() ? p.scale * kLog2E : p.scale;
       } else {
         copy_row(from, to);
       }
@@ -362,6 +365,8 @@ class Walk {
     if (!at_once()) find(chunk);
     if constexpr (kDirect && std::is_same<Math, PairMath>::value)
       if (soften_directly(state)) return add_values(state);
+    if constexpr (kFixed && kPlanesJoined)
+      if (tile.rows > kFewRows) return attend_planes(state);
     if (!p.cache.latent) add_scores();
     if (turns) upcoming.fetch<kBurst>();
     soften(state);
@@ -423,7 +428,7 @@ class Walk {
       multiply(rows, at, columns, depth, Sums{sums, sum_stride(), true}, ahead);
       for (int i = 0; i < group_rows(); i++) {
         join_scores(fixed_queries[group + i], sums + kPlanes * i * sum_stride(), sum_stride(),
-                    columns, to + i * score_stride());
+                    columns, key_scales + chunk.low, to + i * score_stride());
         if (turns) upcoming.fetch<kRowBurst>();
       }
     } else {
@@ -480,8 +485,14 @@ class Walk {
   bool add_totals(const float* sums);
   void attend_in_order(const State& states);
   void attend_piece(int64_t column, const State& state, float* sums);
+  void soften_seen(int i, const State& state);
   template <bool Whole>
   void soften_row(int i, Columns mine, float unit, const State& state);
+  // In fixed point (planes.h).
+  void attend_planes(const State& state);
+  void share_out(Columns mine);
+  template <bool Whole>
+  void soften_planes(int i, Columns mine, float peak, const State& state);
   void raise(int i, float peak, const State& state);
   static void clear_weights(Weight* row, int64_t from, int64_t to);
   void hide_scores(int row, Columns mine) const;
@@ -516,6 +527,8 @@ class Walk {
   float* saved;             // of few rows: [heads][rows], as in a state
   float* chunk_totals;      // of few rows: [heads][rows][even, odd][lanes]
   float* value_units;       // [rows of a group]: of weights in fixed point
+  float* shares;            // [columns of a chunk]: factors of weights before they are rounded
+  float share_unit = 0.0f;  // of a weight times its share
   float* sums;              // [rows of a group * planes]: integers
   Line* turned_queries;     // [lines][rows]
   Element* key_rows;        // [32][size]

@@ -213,6 +213,35 @@ def test_scores_far_above_the_first(ops, kind):
         assert torch.equal(out, whole[first : first + count])
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_equal_scores_that_are_large(ops, rows):
+    """A weight above 1 by rounding would not fit its code in an int8 cache."""
+    tokens, size = 64, 32
+    cache = torch.zeros(cache_shape(2, 1, 32, size, dtype=torch.int8), dtype=torch.int8)
+    k, v = torch.randn(1, 1, size).expand(tokens, 1, size), torch.randn(tokens, 1, size)
+    ops["write_kv"](k, v, cache, torch.arange(tokens))
+    q, out = torch.randn(rows, 1, size) * 1e4, poisoned(rows, 1, size, dtype=torch.float32)
+    starts, tables = torch.tensor([0, rows]).int(), torch.arange(2).int()[None]
+    lengths = torch.tensor([tokens]).int()
+    ops["paged_attention"](q, cache, tables, starts, lengths, 1.0, out, causal=False)
+    mean = v.mean(0).expand(rows, 1, size)
+    torch.testing.assert_close(out, mean, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("fresh", [3, 97, 128, 200, 361])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", "int8"])
+def test_rows_that_end_inside_a_chunk(ops, fresh, kind):
+    """Chunks that only some rows see whole, of every number of rows beside whole tiles."""
+    case = Case(ops, [fresh + 40], [fresh], heads=3, kv_heads=1, **KINDS[kind])
+    case.check()
+    whole, last = case.run("mine"), case.q[-1:].clone()
+    out = poisoned(*last.shape, dtype=last.dtype)
+    ops["paged_attention"](
+        last, case.mine, case.tables, torch.tensor([0, 1]).int(), case.lengths, case.size**-0.5, out
+    )
+    assert torch.equal(out[0], whole[-1])
+
+
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", "int8", "fp32"])
 @pytest.mark.parametrize(("lengths", "fresh"), [([1500, 700], [1, 3]), ([2600], [2])])
 def test_heads_that_one_thread_reads_together(ops, library, lengths, fresh, kind):
