@@ -1,4 +1,5 @@
-// What few rows fetch while they multiply: the keys and values that come next, in the order of memory.
+// What is fetched while other things are multiplied. Few rows fetch the keys and values that come next,
+// in the order of memory; many rows fetch the next queries and the memory of results.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +37,28 @@ struct Cursor {
     left.at += Lines * 64;
     if (__builtin_expect(left.at >= left.end, 0)) left = *(left.end ? ++run : run);
   }
+};
+
+// Rows in memory that are fetched a few lines at a time: a processor drops prefetches that come at once.
+class Gradual {
+ public:
+  Gradual() = default;
+  // rows: of `bytes`, `stride` bytes apart. calls: of `fetch`, until all are fetched.
+  Gradual(const void* from, int64_t stride, int64_t bytes, int64_t rows, int64_t calls)
+      : row_(static_cast<const char*>(from)), stride_(stride), bytes_(bytes), rows_(rows),
+        each_(((bytes + 63) / 64 * rows + calls - 1) / calls) {}
+
+  void fetch() {
+    for (int64_t i = 0; rows_ && i < each_; i++) {
+      __builtin_prefetch(row_ + done_, 0, 2);
+      done_ += 64;
+      if (done_ >= bytes_) done_ = 0, rows_--, row_ += stride_;
+    }
+  }
+
+ private:
+  const char* row_ = nullptr;
+  int64_t stride_ = 0, bytes_ = 0, rows_ = 0, each_ = 0, done_ = 0;
 };
 
 // What a tile is given: the cursor moves on.

@@ -79,13 +79,13 @@ inline float encode(const T* from, int64_t used, int64_t size, E* to) {
   for_lanes(used, [&](int64_t i, int n) {
     vf x = load_n(from + i, n);
     if constexpr (std::is_same<E, Int8>::value) {
-      vb codes = __builtin_convertvector((vu)nearest(x * inverse), vb);
+      vb codes = narrow_bytes((vu)nearest(x * inverse));
       std::memcpy(to + i, &codes, n);
     } else if constexpr (eight) {
-      vb codes = __builtin_convertvector(narrow_code(x * inverse, E4M3{}), vb);
+      vb codes = narrow_bytes(narrow_code(x * inverse, E4M3{}));
       std::memcpy(to + i, &codes, n);
     } else if constexpr (sizeof(E) == 1) {
-      vb codes = __builtin_convertvector(narrow_code(x, E{}), vb);
+      vb codes = narrow_bytes(narrow_code(x, E{}));
       std::memcpy(to + i, &codes, n);
     } else {
       store_n(to + i, x, n);

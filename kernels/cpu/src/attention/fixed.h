@@ -43,9 +43,7 @@ inline FixedQuery fixed_query(const float* x, int64_t size, F&& f) {
     all += codes;
     f(i, codes);
   }
-  FixedQuery found{most / kLargestQuery, 0};
-  for (int i = 0; i < kLanes; i++) found.offset += all[i] * 128;
-  return found;
+  return {most / kLargestQuery, sum(all) * 128};
 }
 
 // Scores of a vector of keys plus 128 from the sum of their products. scales: of the keys.
@@ -94,8 +92,8 @@ constexpr int kQueryBits = 7, kWeightBits = 8;  // of the lower plane
 inline FixedQuery split_query(const float* x, int64_t size, int8_t* high, int64_t stride) {
   return fixed_query(x, size, [&](int64_t i, vi codes) {
     const vi upper = (codes + (1 << (kQueryBits - 1))) >> kQueryBits;
-    store_raw(high + i, __builtin_convertvector((vu)upper, vb));
-    store_raw(high + stride + i, __builtin_convertvector((vu)(codes - (upper << kQueryBits)), vb));
+    store_raw(high + i, narrow_bytes((vu)upper));
+    store_raw(high + stride + i, narrow_bytes((vu)(codes - (upper << kQueryBits))));
   });
 }
 
@@ -115,8 +113,8 @@ inline void split_weights(vf a, vf b, vf first, vf second, uint8_t* high, int64_
   store_raw(high + stride, _mm512_extracti64x4_epi64(bytes, 1));
 #else
   for (vu codes : {low_codes, high_codes}) {
-    store_raw(high, __builtin_convertvector(codes >> kWeightBits & 0xffu, vb));
-    store_raw(high + stride, __builtin_convertvector(codes & 0xffu, vb));
+    store_raw(high, narrow_bytes(codes >> kWeightBits));
+    store_raw(high + stride, narrow_bytes(codes));
     high += kLanes;
   }
 #endif

@@ -18,8 +18,6 @@ Walk<Math>::Walk(const Problem& p, const Tile& tile, int64_t head, int64_t heads
   lines = p.cache.size / Math::width;
   query_stride = p.cache.size + 64 / int64_t(sizeof(Element));
   take_memory();
-  if (tile.rows > kFewRows)
-    for (int64_t i = 0; i < heads; i++) fetch_queries(tile, first_head + i);
   with_float(p.dtype, [&](auto t) {
     for (int64_t i = heads - 1; i >= 0; i--) {
       take_head(i);

@@ -35,8 +35,8 @@ class Walk {
   // prefetching.
   void then(const Tile& tile, int64_t head, int64_t index) {
     ahead = {};
-    if (tile.rows > kFewRows) {
-      if (&tile != &this->tile) fetch_queries(tile, head);
+    if (this->tile.rows > kFewRows) {
+      if (&tile != &this->tile) coming_queries = queries_of(tile, head);
       return;
     }
     if (p.cache.latent) return;
@@ -58,14 +58,13 @@ class Walk {
 
   void last() { ahead = {}; }
 
-  // Prefetches the memory of the results of many rows, before its last split.
-  void fetch_output() const {
+  // Prefetches the memory of the results of many rows during its last split.
+  void fetch_output() {
     if (tile.rows <= kFewRows) return;
     const int64_t width = p.dtype == kF32 ? 4 : 2, row = p.heads * p.value_size * width;
     auto out = static_cast<const uint8_t*>(p.out) + head * p.group() * p.value_size * width;
-    const int64_t first = start + token(0), end = start + token(tile.rows - 1);
-    for (int64_t t = first; t <= end; t++)
-      fetch(out + t * row, p.group() * p.value_size * width);
+    coming_results = {out + (start + token(0)) * row, row, p.group() * p.value_size * width,
+                      token(tile.rows - 1) - token(0) + 1, calls()};
   }
 
   // Writes the result of all splits, divided by their sums of weights.
@@ -207,13 +206,19 @@ class Walk {
     return table[position / p.cache.block];
   }
 
-  // The queries of a tile, one token apart.
-  void fetch_queries(const Tile& of, int64_t head) const {
+  // The queries of a tile, one token apart, to be fetched during this tile's last split.
+  Gradual queries_of(const Tile& of, int64_t head) const {
     const int64_t width = p.dtype == kF32 ? 4 : 2, tokens = div_up(of.rows, p.group());
     const int64_t first = p.query_starts[of.sequence] + of.first / p.group();
     auto q = static_cast<const uint8_t*>(p.q) + head * p.group() * p.q_head * width;
-    for (int64_t t = first; t < first + tokens; t++)
-      fetch(q + t * p.q_token * width, p.group() * p.size * width);
+    return {q + first * p.q_token * width, p.q_token * width, p.group() * p.size * width, tokens,
+            calls()};
+  }
+  // Chunks of groups of rows in the last split.
+  int64_t calls() const {
+    const Span last = pieces(tile, (std::max(tile.end, 1) - 1) / kSplit);
+    const int64_t chunks = div_up(last.high, kChunk) - last.low / kChunk;
+    return std::max<int64_t>(chunks, 1) * div_up(tile.rows, kGroupRows);
   }
 
   // Prefetches a piece of the next chunk: its keys while keys are multiplied, its values with
@@ -362,6 +367,8 @@ class Walk {
 
   void attend_chunk(const State& state) {
     if (turns) upcoming.fetch<kBurst>();
+    coming_queries.fetch();
+    coming_results.fetch();
     if (!at_once()) find(chunk);
     if constexpr (kDirect && std::is_same<Math, PairMath>::value)
       if (soften_directly(state)) return add_values(state);
@@ -514,6 +521,7 @@ class Walk {
   bool fresh = true;
   Columns bounds[kGroupRows];
   Ahead ahead{}, next{};
+  Gradual coming_queries, coming_results;
   mutable Cursor upcoming;          // in `runs`: what of the next chunk is still to be fetched
   Run runs[kChunk / kPiece + 1];
   float* scores;            // of a group and chunk; if latent, of all rows and a split

@@ -63,6 +63,15 @@ inline vu widen_bytes(const uint8_t* p) {
 #endif
 }
 
+// The low byte of each lane. GCC 12 would take them one by one.
+inline vb narrow_bytes(vu x) {
+#if defined(__AVX512F__)
+  return (vb)_mm512_cvtepi32_epi8((__m512i)x);
+#else
+  return __builtin_convertvector(x, vb);
+#endif
+}
+
 // Halves of a 32-bit lane that holds two bf16 values, as fp32: a shift and a mask.
 inline vf low_half(vu pairs) { return (vf)(pairs << 16); }
 inline vf high_half(vu pairs) { return (vf)(pairs & 0xffff0000u); }
@@ -189,8 +198,14 @@ inline void store_one(T* p, float x) {
 #if defined(__AVX512F__)
 inline float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 inline float largest(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+inline int32_t sum(vi x) { return _mm512_reduce_add_epi32((__m512i)x); }
 #else
 inline float sum(vf x) {
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) x[i] += x[i + half];
+  return x[0];
+}
+inline int32_t sum(vi x) {
   for (int half = kLanes / 2; half; half /= 2)
     for (int i = 0; i < half; i++) x[i] += x[i + half];
   return x[0];

@@ -91,7 +91,7 @@ void round_row(const T* x, int64_t k, int64_t group, uint8_t* codes, float* scal
     zeros[g] = grid.zero;
     for (int64_t i = 0; i < group; i += kLanes) {
       vf found = code(load(wide + i) / splat(grid.scale) + splat(grid.zero));
-      store_raw(codes + i, __builtin_convertvector(__builtin_convertvector(found, vi), vb));
+      store_raw(codes + i, narrow_bytes((vu)__builtin_convertvector(found, vi)));
     }
   }
 }
