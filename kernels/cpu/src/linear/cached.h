@@ -4,6 +4,8 @@
 // after the other. Scales and zeros are converted once for all rows.
 #pragma once
 
+#include <algorithm>
+
 #include "linear/slice.h"
 
 #if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
@@ -11,7 +13,27 @@
 
 namespace modulm {
 
-constexpr int kCachedRows = 4;
+// The most rows of a tile. With one digit and several runs a step, sums of the step take as many
+// registers as those of a run, and four rows would keep them in memory: to store a vector takes
+// the time of one or two products.
+constexpr int kCachedRows = 4, kCachedGroupedRows = 3;
+
+template <int Digits>
+inline int cached_rows(const Weight& w) {
+  return Digits == 1 && (w.grouped() || w.run() < kStep) ? kCachedGroupedRows : kCachedRows;
+}
+
+// f(row, rows) over [0, total) in tiles of `size`, so that those of one to three rows lie in one tile
+// of activations, and two and two rows rather than three and one.
+template <class F>
+inline void for_cached_rows(int64_t total, int size, F&& f) {
+  for (int64_t r = 0, n; r < total; r += n) {
+    const int64_t left = total - r;
+    n = left < size ? left : size;
+    if (size == 3 && left == 4 && r % kRowTile == 0) n = 2;
+    f(r, int(n));
+  }
+}
 
 // Scales of a step's runs, and zeros as factors of where sums of products begin.
 struct alignas(64) StepScales {
@@ -20,54 +42,63 @@ struct alignas(64) StepScales {
 
 inline void spread_scales(const Slice& s, StepScales& to) {
   const int width = s.w.width(s.panel);
-  for (int c = 0; c < width; c += kLanes) {
-    Scales<1> group(s, c);
-    int run = 0;
-    for (int64_t k = s.begin; k < s.end; k += s.w.run(), run++) {
-      if (s.grouped) group.load();
-      store(&to.scales[run][c], group.scale[0]);
-      store(&to.zeros[run][c], group.zero[0] * -s.w.total_of_start());
+  const int64_t runs = div_up(s.end - s.begin, s.w.run());
+  auto spread = [&](const void* from, int64_t first, float factor, float (*lines)[kPanel]) {
+    const int64_t bytes = scale_bytes(s.w.scale_dtype), next = s.w.group == s.w.run() ? width : 0;
+    auto ahead = static_cast<const char*>(from) + (first + kScalesAhead) * bytes;
+    for (int64_t i = 0; i < runs * next * bytes; i += 64) __builtin_prefetch(ahead + i);
+    auto take = [&](auto* numbers) {
+      for (int64_t run = 0; run < runs; run++)
+        for (int c = 0; c < width; c += kLanes)
+          store(&lines[run][c], load(numbers + first + run * next + c) * factor);
+    };
+    switch (s.w.scale_dtype) {
+      case kF32: return take(static_cast<const float*>(from));
+      case kBF16: return take(static_cast<const bf16*>(from));
+      case kFP16: return take(static_cast<const fp16*>(from));
     }
-  }
+    for (int64_t run = 0; run < runs; run++)
+      for (int c = 0; c < width; c += kLanes)
+        store(&lines[run][c], load_scales(from, first + run * next + c, kE8M0) * factor);
+  };
+  if (s.grouped) spread(s.w.scales, s.first_scale, 1.0f, to.scales);
+  else if (s.w.zeros || runs > 1) std::fill_n(to.scales[0], runs * kPanel, 1.0f);
+  if (s.w.zeros) spread(s.w.zeros, s.first_scale, -s.w.total_of_start(), to.zeros);
 }
 
 // sums[Rows / Digits][64] += the products of rows from `row` on with Vectors * kLanes columns of a
-// slice of one step. Rows are counted in digits. OneRun: the step is one run without a scale of its
-// own, so that its integers are what is added.
+// slice of one step. Rows are counted in digits; up to three lie in one tile of activations, four in
+// pairs. OneRun: the step is one run without a scale of its own, so that its integers are what is
+// added.
 template <int Rows, int Digits, int Vectors, Lying Kind, bool OneRun>
 [[gnu::noinline]] void cached_tile(const Slice& s, const StepScales& scales, const Activations& a,
                                    int64_t row, int column, float* sums) {
   constexpr int whole = Rows / Digits, quads = Kind == kQuads ? 1 : 2;
   const Weight& w = s.w;
-  const int64_t ldb = w.width(s.panel), length = w.run();
+  const int64_t ldb = w.width(s.panel), length = w.run(), runs = a.runs, last = s.end;
   const bool zeros = w.zeros;
   const uint32_t* b = s.codes + column;
   const Lookup code_of(w.table);
-  const int8_t* x[Rows];
-  const int32_t* starts[Rows];
-#pragma GCC unroll 4
-  for (int r = 0; r < Rows; r++) {
-    x[r] = a.at(row + r, 0);
-    starts[r] = a.sums + (row + r) * a.runs + s.first_run;
-  }
+  const int8_t *x = a.at(row, s.begin), *upper = a.at(row + (Rows == 4 ? 2 : 0), s.begin);
+  const int32_t* starts = a.sums + row * runs + s.first_run;
+  const float *scale = &scales.scales[0][column], *zero = &scales.zeros[0][column];
+  Ahead next = *s.next;
   vf part[whole][Vectors];
   if constexpr (!OneRun)
 #pragma GCC unroll 4
     for (int r = 0; r < whole; r++)
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) part[r][v] = vf{};
-  int run = 0;
-  for (int64_t k = s.begin, end; k < s.end; k = end, run++) {
-    end = k + length < s.end ? k + length : s.end;
+  for (int64_t k = s.begin, end; k < last; starts++, scale += kPanel, zero += kPanel) {
+    end = k + length < last ? k + length : last;
     vi c[Rows][Vectors];
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < Vectors; v++) c[r][v] = splat_int(starts[r][run]);
+      for (int v = 0; v < Vectors; v++) c[r][v] = splat_int(starts[r * runs]);
 #pragma GCC unroll 1
-    for (int64_t at = k; at < end; at += 16) {
-      const int64_t offset = at / kBlockK * Activations::kBlockStride + at % kBlockK;
-      s.next->fetch();
+    do {
+      next.fetch_one();
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i += quads, b += ldb) {
         vu lines[Vectors];
@@ -80,31 +111,37 @@ template <int Rows, int Digits, int Vectors, Lying Kind, bool OneRun>
           for (int v = 0; v < Vectors; v++) codes[v] = codes_of<Kind>(lines[v], h, code_of);
 #pragma GCC unroll 4
           for (int r = 0; r < Rows; r++) {
-            const auto quad = hold_quad(x[r] + offset + 4 * (i + h));
+            const int8_t* own = Rows == 4 && r >= 2 ? upper + (r - 2) * kBlockK : x + r * kBlockK;
+            const auto quad = hold_quad(own + 4 * (i + h));
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
           }
         }
       }
-    }
+      k += 16;
+      const int64_t further = k % kBlockK ? 16 : Activations::kBlockStride - kBlockK + 16;
+      x += further;
+      upper += further;
+    } while (k < end);
 #pragma GCC unroll 4
     for (int r = 0; r < whole; r++) {
-      const float start =
-          float(join_digits<Digits>(r, [&](int i) { return starts[i][run]; }));
+      vf start;
+      if (zeros) start = __builtin_convertvector(
+          join_digits<Digits>(r, [&](int i) { return splat_int(starts[i * runs]); }), vf);
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) {
-        const int at = column + v * kLanes;
         const vi dot = join_digits<Digits>(r, [&](int i) { return c[i][v]; });
         vf exact = __builtin_convertvector(dot, vf);
         if constexpr (OneRun) {
           part[r][v] = exact;
           continue;
         }
-        if (zeros) exact = fused(load(&scales.zeros[run][at]), start, exact);
-        part[r][v] = fused(exact, load(&scales.scales[run][at]), part[r][v]);
+        if (zeros) exact = fused(load(zero + v * kLanes), start, exact);
+        part[r][v] = fused(exact, load(scale + v * kLanes), part[r][v]);
       }
     }
   }
+  *s.next = next;
   const int64_t step = s.begin / kStep;
 #pragma GCC unroll 4
   for (int r = 0; r < whole; r++)
@@ -122,10 +159,12 @@ inline void cached_slice(int rows, const Slice& s, const StepScales& scales, con
   const int width = s.w.width(s.panel);
   const bool one_run = s.end - s.begin <= s.w.run() && !s.grouped && !s.w.zeros;
   with_rows<Digits, kCachedRows>(rows, [&](auto count) {
-    if (width == kPanel && one_run)
-      return cached_tile<count, Digits, vectors, Kind, true>(s, scales, a, row, 0, sums);
+    if constexpr (Digits == 2 || count <= kCachedGroupedRows) {
+      if (!one_run && width == kPanel)
+        return cached_tile<count, Digits, vectors, Kind, false>(s, scales, a, row, 0, sums);
+    }
     if (width == kPanel)
-      return cached_tile<count, Digits, vectors, Kind, false>(s, scales, a, row, 0, sums);
+      return cached_tile<count, Digits, vectors, Kind, true>(s, scales, a, row, 0, sums);
     for (int c = 0; c < width; c += kLanes)
       cached_tile<count, Digits, 1, Kind, false>(s, scales, a, row, c, sums);
   });

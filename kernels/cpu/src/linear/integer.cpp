@@ -27,7 +27,7 @@ constexpr int64_t kIntegerChunk = kStep;  // k decoded or multiplied at a time
 // Up to here each tile unpacks its nibbles, beside products that leave room for it; from here on a
 // buffer of bytes is shared by all tiles.
 #if defined(MODULM_CACHED)
-constexpr int64_t kUnpackedRows = 8 * kCachedRows;
+constexpr int64_t kUnpackedRows = int64_t{1} << 62;
 #elif defined(__AVX512F__)
 constexpr int64_t kUnpackedRows = kTiled ? 0 : 3 * kQuadRows;
 #else
@@ -289,7 +289,8 @@ void panel_sums(const Weight& w, int64_t panel, const Activations& a, int64_t ro
   auto spread = static_cast<uint32_t*>(scratch(kDecoded, kIntegerChunk * kPanel));
 #if defined(MODULM_CACHED)
   StepScales scales;
-  constexpr int size = kCachedRows, portion = 16;
+  constexpr int portion = 16;
+  const int size = cached_rows<Digits>(w);
   const int64_t tiles = div_up(rows, size);
 #else
   constexpr int size = kIntegerRows, portion = 32;
@@ -308,7 +309,7 @@ void panel_sums(const Weight& w, int64_t panel, const Activations& a, int64_t ro
 #if defined(MODULM_CACHED)
     spread_scales(slice, scales);
     with_lying(w, slice.nibbles, [&](auto kind) {
-      for_row_blocks(rows, size, [&](int64_t r, int n) {
+      for_cached_rows(rows, size, [&](int64_t r, int n) {
         cached_slice<Digits, kind>(n, slice, scales, a, row + r, sums + r / Digits * kPanel);
       });
     });
