@@ -217,8 +217,6 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear]:
             return PackedLinear(data, None, None, outputs, inputs, padded, format)
         groups = inputs // group if group else 1
         laid, points = lay([(scales, zeros)], outputs, groups, format)
-        laid = in_huge_pages(laid)
-        points = None if points is None else in_huge_pages(points)
         return PackedLinear(data, laid, points, outputs, inputs, padded, format, activations)
 
     return pack_linear
@@ -314,14 +312,16 @@ def lay(
         need(most <= _LARGEST_EXPONENT, f"scales must lie below 2^125, not at 2^{most - 127}")
     if groups == 1 and not points:
         wide = [s if s.dtype != torch.uint8 else torch.exp2(s.float() - 127) for s, _ in matrices]
-        return torch.cat([_panels("scales", s, outputs, 1) for s in wide]), None
+        return in_huge_pages(torch.cat([_panels("scales", s, outputs, 1) for s in wide])), None
     need(dtype != torch.uint8 or not points, "zeros must be None if scales are exponents")
     laid = torch.cat(
         [_panels("scales", scales, outputs, groups).to(dtype) for scales, _ in matrices]
     )
+    laid = in_huge_pages(laid)
     if not points:
         return laid, None
-    return laid, torch.cat([_panels("zeros", zeros, outputs, groups).to(dtype) for zeros in points])
+    zeros = torch.cat([_panels("zeros", zeros, outputs, groups).to(dtype) for zeros in points])
+    return laid, in_huge_pages(zeros)
 
 
 def _round_groups(library: Library) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from modulm_kernels_cpu import memory
+from modulm_kernels_cpu import linear, memory
+from modulm_kernels_cpu.library import load
 from modulm_kernels_cpu.memory import huge_buffer, in_huge_pages
+from modulm_kernels_cpu.moe import moe_ops
 
 KB = 1 << 10
 
@@ -44,3 +46,22 @@ def test_a_tensor_is_copied_with_its_shape_unless_it_is_small(dtype):
     assert copied.data_ptr() != large.data_ptr()
     small = torch.ones(8, 8, dtype=dtype)
     assert in_huge_pages(small) is small
+
+
+def test_scales_and_zero_points_of_experts_lie_in_huge_pages(monkeypatch):
+    moved = []
+
+    def recorded(tensor):
+        moved.append(in_huge_pages(tensor))
+        return moved[-1]
+
+    monkeypatch.setattr(linear, "in_huge_pages", recorded)
+    codes = torch.full((64, 64), 3, dtype=torch.uint8)
+    scales, zeros = torch.ones(64, 2), torch.full((64, 2), 7.0)
+    ops = moe_ops(load())
+    stack = ((codes, scales, zeros) for _ in range(2))
+    packed = ops["pack_quantized_experts"](stack, 2, "int4", 32)
+    assert [x.data_ptr() for x in moved] == [
+        packed.whole.scales.data_ptr(),
+        packed.whole.zeros.data_ptr(),
+    ]
