@@ -62,7 +62,7 @@ inline void spread_scales(const Slice& s, StepScales& to) {
         store(&lines[run][c], load_scales(from, first + run * next + c, kE8M0) * factor);
   };
   if (s.grouped) spread(s.w.scales, s.first_scale, 1.0f, to.scales);
-  else if (s.w.zeros || runs > 1) std::fill_n(to.scales[0], runs * kPanel, 1.0f);
+  else if (s.w.zeros || runs > 1 || width < kPanel) std::fill_n(to.scales[0], runs * kPanel, 1.0f);
   if (s.w.zeros) spread(s.w.zeros, s.first_scale, -s.w.total_of_start(), to.zeros);
 }
 
