@@ -5,7 +5,7 @@
 namespace modulm {
 namespace {
 
-constexpr int kQuantized = 5;  // scratch slot
+constexpr int kQuantized = 5, kStartsOfZeros = 14;  // scratch slots
 
 // Largest magnitudes of one and two digits: 127, and 127 * 256 + 127.
 constexpr float kLargest[] = {127.0f, 32639.0f};
@@ -206,13 +206,30 @@ void copy_row(const Activations& to, const Weight& w, const Activations& from, i
   }
 }
 
+// A column whose zero is z + 8 has sums that begin at -(z + 8) times the sum of a run's codes, of which
+// `sums` has -8 times.
+void put_starts_of_zeros(const Activations& to, int64_t row) {
+  alignas(64) static const int32_t zeros[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  int32_t* starts = to.starts_of_zeros + row * to.runs * 16;
+  for (int64_t i = 0; i < to.runs; i++, starts += 16) {
+    const vi one = splat_int(to.sums[row * to.runs + i] / kCentres[kNoTable]);
+    for (int z = 0; z < 16; z += kLanes) store_raw(starts + z, one * load_raw<vi>(zeros + z));
+  }
+}
+
 Activations quantize(const void* x, int64_t ldx, int64_t rows, int dtype, const Weight& w) {
   Activations to = activations_in(scratch(kQuantized, activation_bytes(rows, w)), rows, w);
+  if (kFindsStarts && rows > kRowTile && w.format == kWeightInt4 && w.digits == 1 && w.zeros &&
+      w.whole_zeros && !w.table)
+    to.starts_of_zeros = static_cast<int32_t*>(
+        scratch(kStartsOfZeros, rows * to.runs * 16 * int64_t(sizeof(int32_t))));
   const int64_t size = dtype == kF32 ? 4 : 2;
   auto source = static_cast<const char*>(x);
-  parallel_runs(rows, 16384 / w.padded_k(), [&](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++)
+  parallel_runs(rows, 4096 / w.padded_k(), [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++) {
       quantize_row(to, w, source + r * ldx * size, dtype, r);
+      if (to.starts_of_zeros) put_starts_of_zeros(to, r);
+    }
   });
   return to;
 }

@@ -33,6 +33,13 @@ constexpr bool kWideDigits = true;
 constexpr bool kWideDigits = false;
 #endif
 
+// Whether kernels of many rows look up where sums begin (cached.h).
+#if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+constexpr bool kFindsStarts = true;
+#else
+constexpr bool kFindsStarts = false;
+#endif
+
 // How many rows of bytes hold a row of activations: as many as it has digits, or two, if these are
 // numbers of 16 bits (wide.h). Then sums take one row, else one for each digit.
 inline int64_t digits_of(const Weight& w) { return kWideDigits ? 2 : w.digits; }
@@ -47,6 +54,9 @@ struct Activations {
   int64_t rows;    // with digits counted
   int64_t blocks;  // padded K / 64
   int64_t steps, runs;
+  // Where sums of products begin for each of the sixteen whole zeros of int4, [rows][runs][16], or
+  // null: a column's is then found by a permutation, which no product waits for.
+  int32_t* starts_of_zeros = nullptr;
 
   const int8_t* at(int64_t row, int64_t k) const {
     return codes + ((row / kRowTile * blocks + k / kBlockK) * kRowTile + row % kRowTile) * kBlockK +

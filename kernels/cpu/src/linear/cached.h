@@ -35,22 +35,27 @@ inline void for_cached_rows(int64_t total, int size, F&& f) {
   }
 }
 
-// Scales of a step's runs, and zeros as factors of where sums of products begin.
+inline bool finds_starts(const Weight& w, const Activations& a) {
+  return a.starts_of_zeros && w.zeros && w.whole_zeros;
+}
+
+// Scales of a step's runs, and zeros as factors of where sums of products begin, or if these are
+// found by zeros, as bits of int32, in which only the lowest four count.
 struct alignas(64) StepScales {
   float scales[kStep / kLeastGroup][kPanel], zeros[kStep / kLeastGroup][kPanel];
 };
 
-inline void spread_scales(const Slice& s, StepScales& to) {
+inline void spread_scales(const Slice& s, bool finds, StepScales& to) {
   const int width = s.w.width(s.panel);
   const int64_t runs = div_up(s.end - s.begin, s.w.run());
-  auto spread = [&](const void* from, int64_t first, float factor, float (*lines)[kPanel]) {
+  auto spread = [&](const void* from, int64_t first, auto&& with, float (*lines)[kPanel]) {
     const int64_t bytes = scale_bytes(s.w.scale_dtype), next = s.w.group == s.w.run() ? width : 0;
     auto ahead = static_cast<const char*>(from) + (first + kScalesAhead) * bytes;
     for (int64_t i = 0; i < runs * next * bytes; i += 64) __builtin_prefetch(ahead + i);
     auto take = [&](auto* numbers) {
       for (int64_t run = 0; run < runs; run++)
         for (int c = 0; c < width; c += kLanes)
-          store(&lines[run][c], load(numbers + first + run * next + c) * factor);
+          store(&lines[run][c], with(load(numbers + first + run * next + c)));
     };
     switch (s.w.scale_dtype) {
       case kF32: return take(static_cast<const float*>(from));
@@ -59,43 +64,57 @@ inline void spread_scales(const Slice& s, StepScales& to) {
     }
     for (int64_t run = 0; run < runs; run++)
       for (int c = 0; c < width; c += kLanes)
-        store(&lines[run][c], load_scales(from, first + run * next + c, kE8M0) * factor);
+        store(&lines[run][c], with(load_scales(from, first + run * next + c, kE8M0)));
   };
-  if (s.grouped) spread(s.w.scales, s.first_scale, 1.0f, to.scales);
+  if (s.grouped) spread(s.w.scales, s.first_scale, [](vf x) { return x; }, to.scales);
   else if (s.w.zeros || runs > 1 || width < kPanel) std::fill_n(to.scales[0], runs * kPanel, 1.0f);
-  if (s.w.zeros) spread(s.w.zeros, s.first_scale, -s.w.total_of_start(), to.zeros);
+  const float factor = -s.w.total_of_start();
+  if (s.w.zeros && finds)  // a whole number and this one: its lowest bits are the number's
+    spread(s.w.zeros, s.first_scale, [](vf x) { return x + (0x1p23f + 8); }, to.zeros);
+  else if (s.w.zeros)
+    spread(s.w.zeros, s.first_scale, [=](vf x) { return x * factor; }, to.zeros);
 }
+
+// What happens at the ends of runs: nothing, the step is one run without a scale of its own, so that
+// its integers are what is added; or sums are scaled, zeros subtracted from them; or sums have begun
+// where zeros put them, and are scaled.
+enum Ends : int { kOneRun, kScaled, kFound };
 
 // sums[Rows / Digits][64] += the products of rows from `row` on with Vectors * kLanes columns of a
 // slice of one step. Rows are counted in digits; up to three lie in one tile of activations, four in
-// pairs. OneRun: the step is one run without a scale of its own, so that its integers are what is
-// added.
-template <int Rows, int Digits, int Vectors, Lying Kind, bool OneRun>
+// pairs.
+template <int Rows, int Digits, int Vectors, Lying Kind, Ends Run>
 [[gnu::noinline]] void cached_tile(const Slice& s, const StepScales& scales, const Activations& a,
                                    int64_t row, int column, float* sums) {
   constexpr int whole = Rows / Digits, quads = Kind == kQuads ? 1 : 2;
   const Weight& w = s.w;
   const int64_t ldb = w.width(s.panel), length = w.run(), runs = a.runs, last = s.end;
-  const bool zeros = w.zeros;
+  const bool zeros = Run == kScaled && w.zeros;
   const uint32_t* b = s.codes + column;
   const Lookup code_of(w.table);
   const int8_t *x = a.at(row, s.begin), *upper = a.at(row + (Rows == 4 ? 2 : 0), s.begin);
   const int32_t* starts = a.sums + row * runs + s.first_run;
   const float *scale = &scales.scales[0][column], *zero = &scales.zeros[0][column];
+  const int32_t* found = a.starts_of_zeros + (row * runs + s.first_run) * kLanes;
   Ahead next = *s.next;
   vf part[whole][Vectors];
-  if constexpr (!OneRun)
+  if constexpr (Run != kOneRun)
 #pragma GCC unroll 4
     for (int r = 0; r < whole; r++)
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) part[r][v] = vf{};
-  for (int64_t k = s.begin, end; k < last; starts++, scale += kPanel, zero += kPanel) {
+  for (int64_t k = s.begin, end; k < last; starts++, found += kLanes, scale += kPanel, zero += kPanel) {
     end = k + length < last ? k + length : last;
     vi c[Rows][Vectors];
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < Vectors; v++) c[r][v] = splat_int(starts[r * runs]);
+      for (int v = 0; v < Vectors; v++) {
+        if constexpr (Run == kFound)
+          c[r][v] = (vi)_mm512_permutexvar_epi32(_mm512_load_si512(zero + v * kLanes),
+                                                 _mm512_load_si512(found + r * runs * kLanes));
+        else c[r][v] = splat_int(starts[r * runs]);
+      }
 #pragma GCC unroll 1
     do {
       next.fetch_one();
@@ -132,7 +151,7 @@ template <int Rows, int Digits, int Vectors, Lying Kind, bool OneRun>
       for (int v = 0; v < Vectors; v++) {
         const vi dot = join_digits<Digits>(r, [&](int i) { return c[i][v]; });
         vf exact = __builtin_convertvector(dot, vf);
-        if constexpr (OneRun) {
+        if constexpr (Run == kOneRun) {
           part[r][v] = exact;
           continue;
         }
@@ -159,14 +178,23 @@ inline void cached_slice(int rows, const Slice& s, const StepScales& scales, con
   const int width = s.w.width(s.panel);
   const bool one_run = s.end - s.begin <= s.w.run() && !s.grouped && !s.w.zeros;
   with_rows<Digits, kCachedRows>(rows, [&](auto count) {
+    if constexpr (Digits == 1 && Kind == kNibbles && count <= kCachedGroupedRows) {
+      if (finds_starts(s.w, a)) {
+        if (width == kPanel)
+          return cached_tile<count, Digits, vectors, Kind, kFound>(s, scales, a, row, 0, sums);
+        for (int c = 0; c < width; c += kLanes)
+          cached_tile<count, Digits, 1, Kind, kFound>(s, scales, a, row, c, sums);
+        return;
+      }
+    }
     if constexpr (Digits == 2 || count <= kCachedGroupedRows) {
       if (!one_run && width == kPanel)
-        return cached_tile<count, Digits, vectors, Kind, false>(s, scales, a, row, 0, sums);
+        return cached_tile<count, Digits, vectors, Kind, kScaled>(s, scales, a, row, 0, sums);
     }
     if (width == kPanel)
-      return cached_tile<count, Digits, vectors, Kind, true>(s, scales, a, row, 0, sums);
+      return cached_tile<count, Digits, vectors, Kind, kOneRun>(s, scales, a, row, 0, sums);
     for (int c = 0; c < width; c += kLanes)
-      cached_tile<count, Digits, 1, Kind, false>(s, scales, a, row, c, sums);
+      cached_tile<count, Digits, 1, Kind, kScaled>(s, scales, a, row, c, sums);
   });
 }
 

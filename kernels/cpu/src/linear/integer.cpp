@@ -307,7 +307,7 @@ void panel_sums(const Weight& w, int64_t panel, const Activations& a, int64_t ro
       slice.codes = spread;
     }
 #if defined(MODULM_CACHED)
-    spread_scales(slice, scales);
+    spread_scales(slice, finds_starts(w, a), scales);
     with_lying(w, slice.nibbles, [&](auto kind) {
       for_cached_rows(rows, size, [&](int64_t r, int n) {
         cached_slice<Digits, kind>(n, slice, scales, a, row + r, sums + r / Digits * kPanel);
