@@ -1,7 +1,7 @@
-// Products of bytes with codes in a cache: four rows times a whole panel of one step.
+// Products of bytes with codes in a cache: three or four rows times a whole panel of one step.
 //
-// A line of codes and a quad of each row are loaded for sixteen products, neighbouring lines one
-// after the other. Scales and zeros are converted once for all rows.
+// A line of codes and a quad of each row are loaded for twelve or sixteen products, neighbouring
+// lines one after the other. Scales and zeros are converted once for all rows.
 #pragma once
 
 #include <algorithm>
@@ -23,14 +23,13 @@ inline int cached_rows(const Weight& w) {
   return Digits == 1 && (w.grouped() || w.run() < kStep) ? kCachedGroupedRows : kCachedRows;
 }
 
-// f(row, rows) over [0, total) in tiles of `size`, so that those of one to three rows lie in one tile
-// of activations, and two and two rows rather than three and one.
+// f(row, rows) over [0, total) in tiles of `size`, two and two rows rather than three and one.
 template <class F>
 inline void for_cached_rows(int64_t total, int size, F&& f) {
   for (int64_t r = 0, n; r < total; r += n) {
     const int64_t left = total - r;
     n = left < size ? left : size;
-    if (size == 3 && left == 4 && r % kRowTile == 0) n = 2;
+    if (size == 3 && left == 4) n = 2;
     f(r, int(n));
   }
 }
@@ -81,8 +80,8 @@ inline void spread_scales(const Slice& s, bool finds, StepScales& to) {
 enum Ends : int { kOneRun, kScaled, kFound };
 
 // sums[Rows / Digits][64] += the products of rows from `row` on with Vectors * kLanes columns of a
-// slice of one step. Rows are counted in digits; up to three lie in one tile of activations, four in
-// pairs.
+// slice of one step. Rows are counted in digits; three lie in one tile of activations, of two and four
+// the second half may lie in the next.
 template <int Rows, int Digits, int Vectors, Lying Kind, Ends Run>
 [[gnu::noinline]] void cached_tile(const Slice& s, const StepScales& scales, const Activations& a,
                                    int64_t row, int column, float* sums) {
@@ -92,7 +91,8 @@ template <int Rows, int Digits, int Vectors, Lying Kind, Ends Run>
   const bool zeros = Run == kScaled && w.zeros;
   const uint32_t* b = s.codes + column;
   const Lookup code_of(w.table);
-  const int8_t *x = a.at(row, s.begin), *upper = a.at(row + (Rows == 4 ? 2 : 0), s.begin);
+  constexpr int lower = Rows % 2 ? Rows : Rows / 2;  // rows before those that may be in the next tile
+  const int8_t *x = a.at(row, s.begin), *upper = a.at(row + lower, s.begin);
   const int32_t* starts = a.sums + row * runs + s.first_run;
   const float *scale = &scales.scales[0][column], *zero = &scales.zeros[0][column];
   const int32_t* found = a.starts_of_zeros + (row * runs + s.first_run) * kLanes;
@@ -103,7 +103,8 @@ template <int Rows, int Digits, int Vectors, Lying Kind, Ends Run>
     for (int r = 0; r < whole; r++)
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) part[r][v] = vf{};
-  for (int64_t k = s.begin, end; k < last; starts++, found += kLanes, scale += kPanel, zero += kPanel) {
+  for (int64_t k = s.begin, end; k < last;
+       starts++, found += kLanes, scale += kPanel, zero += kPanel) {
     end = k + length < last ? k + length : last;
     vi c[Rows][Vectors];
 #pragma GCC unroll 4
@@ -130,7 +131,7 @@ template <int Rows, int Digits, int Vectors, Lying Kind, Ends Run>
           for (int v = 0; v < Vectors; v++) codes[v] = codes_of<Kind>(lines[v], h, code_of);
 #pragma GCC unroll 4
           for (int r = 0; r < Rows; r++) {
-            const int8_t* own = Rows == 4 && r >= 2 ? upper + (r - 2) * kBlockK : x + r * kBlockK;
+            const int8_t* own = r < lower ? x + r * kBlockK : upper + (r - lower) * kBlockK;
             const auto quad = hold_quad(own + 4 * (i + h));
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);

@@ -304,6 +304,28 @@ def test_a_row_is_the_same_in_every_batch(ops, library, name, activations):
             assert torch.equal(ops["linear"](x[start:], packed), whole[start:])
 
 
+@pytest.mark.parametrize(("group", "inputs"), [(16, 400), (32, 288), (64, 704), (256, 768)])
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_a_row_with_whole_zeros_is_the_same_in_every_batch(ops, group, inputs, activations):
+    """Few rows subtract them, sums of many begin where they put them."""
+    groups = -(-inputs // group)
+    codes = torch.randint(0, 16, (112, inputs), dtype=torch.uint8)
+    scales = torch.rand(112, groups) / 64
+    zeros = torch.randint(0, 16, (112, groups)).float()
+    zeros[:16] = torch.arange(16)[:, None]
+    packed = ops["pack_linear"](codes, "int4", group, scales, zeros, activations)
+    x = torch.randn(64, inputs).bfloat16()
+    x[0] = 1.0  # the largest sums of codes
+    x[1] = -1.0
+    rows = torch.cat([ops["linear"](row[None], packed) for row in x])
+    for count in (7, 8, 9, 10, 11, 12, 13, 16, 17, 64):
+        assert torch.equal(ops["linear"](x[:count], packed), rows[:count])
+    weight = (codes - zeros.repeat_interleave(group, 1)[:, :inputs]) * (
+        scales.repeat_interleave(group, 1)[:, :inputs]
+    )
+    check(ops, packed, weight, 16)
+
+
 @pytest.mark.parametrize("outputs", [16, 48, 64])
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_the_largest_sums_of_integers(ops, outputs, activations):
