@@ -5,6 +5,7 @@
 #include "linear/cached.h"
 #include "linear/codes.h"
 #include "linear/slice.h"
+#include "linear/stepped.h"
 #include "linear/wide.h"
 
 #if defined(__AMX_INT8__)
@@ -281,6 +282,15 @@ void panel_sums(const Weight& w, int64_t panel, const Activations& a, int64_t ro
   int64_t last = w.runs_end();
   if (rows <= kQuadRows) {
     Slice all{w, panel, 0, last, codes, nibbles, false, true, nullptr};
+#if defined(MODULM_STEPPED)
+    if (is_stepped(w, panel, rows))
+      return with_lying(w, nibbles, [&](auto kind) {
+        if constexpr (kind != kQuads)
+          with_rows<1, kQuadRows, kSteppedFrom>(int(rows), [&](auto count) {
+            if constexpr (count % Digits == 0) stepped_tile<count, Digits, kind>(all, a, row, sums);
+          });
+      });
+#endif
     return multiply_slice<Digits>(all, a, row, int(rows), sums);
   }
   const bool shared = nibbles && rows > kUnpackedRows;
