@@ -80,8 +80,8 @@ inline void spread_scales(const Slice& s, bool finds, StepScales& to) {
 enum Ends : int { kOneRun, kScaled, kFound };
 
 // sums[Rows / Digits][64] += the products of rows from `row` on with Vectors * kLanes columns of a
-// slice of one step. Rows are counted in digits; three lie in one tile of activations, of two and four
-// the second half may lie in the next.
+// slice of one step. Rows are counted in digits. Those of the second half (of three: the last) may lie
+// in the next tile of activations.
 template <int Rows, int Digits, int Vectors, Lying Kind, Ends Run>
 [[gnu::noinline]] void cached_tile(const Slice& s, const StepScales& scales, const Activations& a,
                                    int64_t row, int column, float* sums) {
@@ -91,7 +91,7 @@ template <int Rows, int Digits, int Vectors, Lying Kind, Ends Run>
   const bool zeros = Run == kScaled && w.zeros;
   const uint32_t* b = s.codes + column;
   const Lookup code_of(w.table);
-  constexpr int lower = Rows % 2 ? Rows : Rows / 2;  // rows before those that may be in the next tile
+  constexpr int lower = (Rows + 1) / 2;  // rows before those that may be in the next tile
   const int8_t *x = a.at(row, s.begin), *upper = a.at(row + lower, s.begin);
   const int32_t* starts = a.sums + row * runs + s.first_run;
   const float *scale = &scales.scales[0][column], *zero = &scales.zeros[0][column];

@@ -345,6 +345,19 @@ def test_the_largest_sums_of_integers(ops, outputs, activations):
             assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
 
 
+@pytest.mark.parametrize(("name", "group"), [("int8", 0), ("int8", 64), ("int4", 64)])
+def test_rows_of_two_tiles_of_activations(ops, name, group):
+    """Tiles of a product begin at any row, those of activations at every sixth."""
+    codes = torch.randint(0, 16, (80, 320), dtype=torch.uint8 if name == "int4" else torch.int8)
+    scales = torch.rand(80, 320 // group if group else 1)
+    zeros = torch.randint(0, 16, scales.shape).float() if group else None
+    packed = ops["pack_linear"](codes, name, group, scales, zeros, "int8")
+    x = torch.randn(32, 320).bfloat16()
+    whole = ops["linear"](x, packed)
+    for rows in range(1, 32):
+        assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
+
+
 def test_a_row_is_the_same_whatever_is_fetched_meanwhile(ops):
     """Up to 128 rows of bf16 meet shorter chunks of k than more rows do."""
     packed = ops["pack_linear"](torch.randn(80, 2100).bfloat16())
