@@ -21,9 +21,11 @@ constexpr int64_t kBF16Chunk = 3072;
 // Up to so many rows take long enough to read their weights beside the products: while a shorter
 // chunk meets all of them, the next one is fetched.
 constexpr int64_t kFetchingRows = 128, kFetchingChunk = 1024;
+constexpr int64_t kOnceRows = kMostTileRows;  // which use all of K at once
 #else
 constexpr int64_t kBF16Chunk = 256;
 constexpr int64_t kFetchingRows = 0, kFetchingChunk = kBF16Chunk;
+constexpr int64_t kOnceRows = kBlockRows;
 #endif
 #if defined(__AMX_BF16__)
 constexpr int64_t kRowBlockBytes = 1 << 20;    // of x: half of a second-level cache
@@ -42,19 +44,20 @@ constexpr int kFewRows = 32;                   // up to here memory is the bottl
 void bf16_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   auto x = static_cast<const bf16*>(p.x);
   auto b = reinterpret_cast<const uint32_t*>(p.w.panel(panel));
-  const bool once = rows <= kBlockRows, fetching = !once && rows <= kFetchingRows;
+  const bool once = rows <= kOnceRows, fetching = !once && rows <= kFetchingRows;
   const int width = p.w.width(panel);
   const int64_t last = p.w.padded_k(), tiles = div_up(rows, int64_t(kBlockRows));
   const int64_t most = once ? last : fetching ? kFetchingChunk : kBF16Chunk;
+  const int size = once ? int(rows) : fetching ? int(div_up(rows, tiles)) : kBlockRows;
   const int64_t chunk = div_up(div_up(last, div_up(last, most)), kPadK) * kPadK;
   float* sums = sums_of(rows, kSums);
   for (int64_t k = 0; k < last; k += chunk) {
     int64_t ks = last - k < chunk ? last - k : chunk;
     const uint32_t* from = b + k / 2 * width;
     Ahead next(from + ks / 2 * width, p.w.bytes(ks, width), tiles * ks / 2);
-    for_row_blocks(rows, fetching ? int(div_up(rows, tiles)) : kBlockRows, [&](int64_t r, int n) {
+    for_row_blocks(rows, size, [&](int64_t r, int n) {
       multiply(n, x + (row + r) * p.ldx + k, p.ldx, from, width, width, ks / 2,
-               sums + r * kPanel, r == 0 && !fetching, fetching ? &next : nullptr);
+               sums + r * kPanel, r == 0, fetching ? &next : nullptr);
     });
   }
   deliver(p, row, rows, panel, sums);

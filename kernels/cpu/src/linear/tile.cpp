@@ -22,7 +22,7 @@ inline float high_of(uint32_t pair) {
 template <int Rows, int Vectors>
 inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
                  float* sums, bool stream, Ahead* next) {
-  const int64_t distance = stream_distance(kStreamAhead);
+  const int64_t distance = next ? kAgainAhead : stream_distance(kStreamAhead);
   vf c[Rows][Vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
@@ -77,6 +77,9 @@ inline void tile_rows(int rows, const bf16* a, int64_t lda, const uint32_t* b, i
 #if defined(MODULM_BF16_DOT)
     case 5: return tile<5, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
     case 6: return tile<6, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
+#endif
+#if defined(__AVX512BF16__)
+    case 7: return tile<7, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
 #endif
   }
 }

@@ -17,9 +17,13 @@
 namespace modulm {
 
 constexpr int kStreamAhead = 1024;  // lanes
+// The same for what has been fetched before: a processor drops prefetches while too many are in
+// flight, and their lines would be waited for.
+constexpr int kAgainAhead = 2048;
 
 #if defined(__AVX512BF16__)
 constexpr int kTileRows = 6, kTileVectors = 4;  // 24 accumulators, 4 lines, broadcasts in place
+constexpr int kMostTileRows = 7;  // fast enough for weights in memory, slower than 6 from a cache
 inline vf pair_dot(vf sum, vu line, uint32_t pair) {
   return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)line, (__m512bh)_mm512_set1_epi32(int(pair)));
 }
@@ -49,9 +53,9 @@ constexpr int kFloatRows = 6;
 constexpr int kFloatRows = 2;
 #endif
 
-// width: 16, 32, 48 or 64. rows: 1 to kBlockRows. pairs: a multiple of 16. `stream`: b is read from
-// memory sequentially, so prefetch it. `next`: what is needed after it, fetched in a
-// portion for each pair, except by tile registers and AVX2.
+// width: 16, 32, 48 or 64. rows: 1 to kBlockRows, or with products of pairs kMostTileRows. pairs: a
+// multiple of 16. `stream`: b is read from memory sequentially, so prefetch it. `next`: what is
+// needed after it, fetched in a portion for each pair, except by tile registers and AVX2.
 void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t ldb,
               int64_t pairs, float* sums, bool stream = false, Ahead* next = nullptr);
 
