@@ -18,6 +18,8 @@ namespace modulm {
 // the time of one or two products.
 constexpr int kCachedRows = 4, kCachedGroupedRows = 3;
 
+constexpr int64_t kCodesAgainAhead = 1024;  // lanes
+
 template <int Digits>
 inline int cached_rows(const Weight& w) {
   return Digits == 1 && (w.grouped() || w.run() < kStep) ? kCachedGroupedRows : kCachedRows;
@@ -97,6 +99,7 @@ template <int Rows, int Digits, int Vectors, Lying Kind, Ends Run>
   const float *scale = &scales.scales[0][column], *zero = &scales.zeros[0][column];
   const int32_t* found = a.starts_of_zeros + (row * runs + s.first_run) * kLanes;
   Ahead next = *s.next;
+  const bool again = Digits == 1 && s.stream;  // what was dropped when it was fetched before
   vf part[whole][Vectors];
   if constexpr (Run != kOneRun)
 #pragma GCC unroll 4
@@ -124,6 +127,10 @@ template <int Rows, int Digits, int Vectors, Lying Kind, Ends Run>
         vu lines[Vectors];
 #pragma GCC unroll 4
         for (int v = 0; v < Vectors; v++) lines[v] = load_raw<vu>(b + v * kLanes);
+        if (again)
+#pragma GCC unroll 4
+          for (int v = 0; v < Vectors; v++)
+            __builtin_prefetch(b + v * kLanes + kCodesAgainAhead, 0, 2);
 #pragma GCC unroll 2
         for (int h = 0; h < quads; h++) {
           vu codes[Vectors];

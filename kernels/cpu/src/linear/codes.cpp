@@ -33,18 +33,25 @@ inline Rows<T> rows_as(const Weight& w, Rows<bf16> x, int64_t rows) {
   return {wide, padded};
 }
 
+// The most bytes of a panel that stay in a second-level cache with those that follow.
+constexpr int64_t kFollowingBytes = 256 << 10;
+
 // Few rows: codes are decoded in registers, without a buffer.
 inline void fp8_few_sums(const Weight& w, int64_t panel, Rows<bf16> narrow, int64_t rows,
                          float* sums) {
   int width = w.width(panel);
   float* part = w.grouped() ? sums_of(rows, kGroupSums) : sums;
   Rows<FP8Input> x = rows_as<FP8Input>(w, narrow, rows);
+  const int64_t tiles = div_up(rows, int64_t(kFP8Rows)), bytes = w.bytes(w.group, width);
+  // Each tile asks for what follows, as some prefetches are dropped.
+  const bool follows = streams_by_itself && tiles > 1 && bytes <= kFollowingBytes;
+  const int64_t far = follows ? bytes : stream_distance(kFarAhead);
   for (int64_t group = 0; group < w.groups(); group++) {
     int64_t k = group * w.group;
     if (w.grouped()) zero(part, rows);
-    for_row_blocks(rows, kFP8Rows, [&](int64_t r, int n) {
+    for_row_blocks(rows, int(div_up(rows, tiles)), [&](int64_t r, int n) {
       multiply_fp8(n, x.data + r * x.stride + k, x.stride, w.panel(panel) + w.bytes(k, width), width,
-                   w.group, part + r * kPanel);
+                   w.group, far, part + r * kPanel);
     });
     if (w.grouped()) add_group(w, panel, group, rows, part, sums);
   }

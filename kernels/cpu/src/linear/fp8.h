@@ -83,8 +83,8 @@ using FP8Input = float;
 // 16 pairs of k, two vectors of columns; sums are not sorted. Not inlined: see few_pairs.
 template <int Rows>
 [[gnu::noinline]] void fp8_square(const DecoderE4M3& decode, const float* x, int64_t ldx,
-                                  const uint8_t* codes, int64_t ldb, float* sums) {
-  const int64_t far = stream_distance(kFarAhead), near = stream_distance(kNearAhead);
+                                  const uint8_t* codes, int64_t ldb, int64_t far, float* sums) {
+  const int64_t near = stream_distance(kNearAhead);
   vf even[Rows][2] = {}, odd[Rows][2] = {};
   for (int k = 0; k < kFP8Pairs; k++, codes += ldb) {
     __builtin_prefetch(codes + far, 0, 2);
@@ -112,8 +112,8 @@ using FP8Input = bf16;
 
 template <int Rows>
 [[gnu::noinline]] void fp8_square(const DecoderE4M3& decode, const bf16* x, int64_t ldx,
-                                  const uint8_t* codes, int64_t ldb, float* sums) {
-  const int64_t far = stream_distance(kFarAhead), near = stream_distance(kNearAhead);
+                                  const uint8_t* codes, int64_t ldb, int64_t far, float* sums) {
+  const int64_t near = stream_distance(kNearAhead);
   vf c[Rows][2];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
@@ -140,34 +140,36 @@ template <int Rows>
 
 template <int Rows>
 inline void fp8_rows(const FP8Input* x, int64_t ldx, const uint8_t* codes, int width, int64_t ks,
-                     float* sums) {
+                     int64_t far, float* sums) {
   const DecoderE4M3 decode;
   [[maybe_unused]] FlushDenormals flush;
   const int64_t ldb = 2 * width;
   for (int64_t k = 0; k < ks; k += 2 * kFP8Pairs, codes += kFP8Pairs * ldb)
     for (int c = 0; c < width; c += kFP8Columns)
-      fp8_square<Rows>(decode, x + k, ldx, codes + 2 * c, ldb, sums + c);
+      fp8_square<Rows>(decode, x + k, ldx, codes + 2 * c, ldb, far, sums + c);
   for (int r = 0; r < Rows; r++)
     for (int c = 0; c < width; c += kFP8Columns) decode.sort(sums + r * kPanel + c);
 }
 
 // Whether codes are decoded in registers, again for every kFP8Rows rows: lookups run beside products.
+// Processors that stream by themselves do so for more rows (ADR 0363).
 inline bool fp8_in_registers(int64_t rows, int width) {
-  return rows <= kFP8Rows * kFP8Blocks && width % kFP8Columns == 0;
+  const int blocks = kFP8Blocks > 1 && streams_by_itself ? 11 : kFP8Blocks;
+  return rows <= kFP8Rows * blocks && width % kFP8Columns == 0;
 }
 
 // sums[rows][64] = x[rows][ks] * codes[ks / 2][width][2]; sums are zero before. ks: a multiple of
-// 32. rows: 1 to kFP8Rows.
+// 32. rows: 1 to kFP8Rows. far: bytes to what is fetched meanwhile, a line for each that is read.
 inline void multiply_fp8(int64_t rows, const FP8Input* x, int64_t ldx, const uint8_t* codes,
-                         int width, int64_t ks, float* sums) {
+                         int width, int64_t ks, int64_t far, float* sums) {
   switch (rows) {
-    case 1: return fp8_rows<1>(x, ldx, codes, width, ks, sums);
-    case 2: return fp8_rows<2>(x, ldx, codes, width, ks, sums);
+    case 1: return fp8_rows<1>(x, ldx, codes, width, ks, far, sums);
+    case 2: return fp8_rows<2>(x, ldx, codes, width, ks, far, sums);
 #if defined(MODULM_MANY_REGISTERS)
-    case 3: return fp8_rows<3>(x, ldx, codes, width, ks, sums);
-    case 4: return fp8_rows<4>(x, ldx, codes, width, ks, sums);
-    case 5: return fp8_rows<5>(x, ldx, codes, width, ks, sums);
-    case 6: return fp8_rows<6>(x, ldx, codes, width, ks, sums);
+    case 3: return fp8_rows<3>(x, ldx, codes, width, ks, far, sums);
+    case 4: return fp8_rows<4>(x, ldx, codes, width, ks, far, sums);
+    case 5: return fp8_rows<5>(x, ldx, codes, width, ks, far, sums);
+    case 6: return fp8_rows<6>(x, ldx, codes, width, ks, far, sums);
 #endif
   }
 }
@@ -175,7 +177,8 @@ inline void multiply_fp8(int64_t rows, const FP8Input* x, int64_t ldx, const uin
 using FP8Input = bf16;
 constexpr int kFP8Rows = 1;
 inline bool fp8_in_registers(int64_t, int) { return false; }
-inline void multiply_fp8(int64_t, const FP8Input*, int64_t, const uint8_t*, int, int64_t, float*) {}
+inline void multiply_fp8(int64_t, const FP8Input*, int64_t, const uint8_t*, int, int64_t, int64_t,
+                         float*) {}
 #endif
 
 }  // namespace modulm

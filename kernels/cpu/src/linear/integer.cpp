@@ -320,6 +320,7 @@ void panel_sums(const Weight& w, int64_t panel, const Activations& a, int64_t ro
     spread_scales(slice, finds_starts(w, a), scales);
     with_lying(w, slice.nibbles, [&](auto kind) {
       for_cached_rows(rows, size, [&](int64_t r, int n) {
+        slice.stream = r == 0;
         cached_slice<Digits, kind>(n, slice, scales, a, row + r, sums + r / Digits * kPanel);
       });
     });

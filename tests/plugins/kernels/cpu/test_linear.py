@@ -358,6 +358,18 @@ def test_rows_of_two_tiles_of_activations(ops, name, group):
         assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
 
 
+@pytest.mark.parametrize("group", [0, 64])
+def test_fp8_in_registers_and_in_a_buffer(ops, group):
+    """On some processors 66 rows are the most whose codes are decoded in registers."""
+    codes = torch.randn(80, 320).to(torch.float8_e4m3fn)
+    scales = torch.rand(80, 320 // group if group else 1)
+    packed = ops["pack_linear"](codes, "fp8", group, scales)
+    x = torch.randn(80, 320).bfloat16()
+    whole = ops["linear"](x, packed)
+    for rows in range(1, 80):
+        assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
+
+
 def test_a_row_is_the_same_whatever_is_fetched_meanwhile(ops):
     """Up to 128 rows of bf16 meet shorter chunks of k than more rows do."""
     packed = ops["pack_linear"](torch.randn(80, 2100).bfloat16())
