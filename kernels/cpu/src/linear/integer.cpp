@@ -48,7 +48,7 @@ template <int Lines, Lying Kind, Source From, int Rows, int Vectors>
                                                          int64_t ldb, const Lookup& code_of,
                                                          Distances ahead, vi (&c)[Rows][Vectors]) {
   constexpr int halves = Kind == kQuads ? 1 : 2;
-  auto from_memory = [&] {
+  auto from_memory = [&]() __attribute__((always_inline)) {
     for (int v = 0; v < Vectors; v++) {
       if constexpr (From == kPrefetched) {
         __builtin_prefetch(b + v * kLanes + ahead.far, 0, 2);
@@ -63,7 +63,7 @@ template <int Lines, Lying Kind, Source From, int Rows, int Vectors>
       }
     }
   };
-  auto from_cache = [&] {
+  auto from_cache = [&]() __attribute__((always_inline)) {
     for (int h = 0; h < halves; h++) {
       vu codes[Vectors];
       for (int v = 0; v < Vectors; v++)
@@ -95,8 +95,8 @@ template <int Rows, int Vectors, Lying Kind>
   constexpr int half = 32, lines = half / (Kind == kQuads ? 4 : 8);
   const bool stream = s.stream, alone = Kind != kQuads && streams_by_itself;
   Ahead* const next = s.next;
-  // So many lines, which is a constant.
-  auto take = [&](const int8_t* at, auto count) {
+  // So many lines, which is a constant. Inlined, or sums would go through memory.
+  auto take = [&](const int8_t* at, auto count) __attribute__((always_inline)) {
     constexpr int Lines = count;
     if (!stream) return quad_lines<Lines, Kind, kCache>(at, b, ldb, code_of, ahead, c);
     constexpr Source by_itself = Rows > 2 ? kFarAhead : kMemory;
