@@ -17,7 +17,6 @@ from modulm.contracts.quantization import LinearSpec, QuantizationMethod
 from modulm.errors import ArchitectureNotFound, ConfigError, UnsupportedError
 from modulm.loading.checkpoint import open_loader, pooling_recipe
 from modulm.loading.pooling import may_convert, open_pooler, pooling_settings
-from modulm.loading.unsupported import model_kind
 from modulm.ops import bind
 from modulm.plugins import defaults
 
@@ -102,7 +101,8 @@ class Choices:
         try:
             return defaults.choose_model(self.plugins, names, self.checkpoint.config)
         except ArchitectureNotFound as error:
-            if (kind := model_kind(self.checkpoint.config)) is None:
+            kind = self.plugins.hook.modulm_explain_model(config=self.checkpoint.config)
+            if kind is None:
                 raise
             raise UnsupportedError(f"{names[0]} is {kind}") from error
 

@@ -1,21 +1,17 @@
-"""Explain what an unsupported folder or model is, and what to use instead."""
+"""Explain what an unsupported folder is, and what to use instead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from modulm.plugins import manager
 from modulm.plugins.index import install_hint
 
-__all__ = ["folder_kind", "model_kind", "weights_hint"]
+__all__ = ["folder_kind", "weights_hint"]
 
 
 def folder_kind(folder: Path) -> str:
     """Describe a folder without config.json, with advice."""
-    if (folder / "model_index.json").exists():
-        return "a diffusion pipeline, which generates images; only text models are supported"
     if (known := manager.current().hook.modulm_explain_folder(folder=folder)) is not None:
         return str(known)
     hint = weights_hint(folder) or "; --hf-config-path may name a folder or hub id that has one"
@@ -32,17 +28,3 @@ def weights_hint(path: Path) -> str:
     suffixes = sorted({file.suffix.removeprefix(".").lower() for file in files})
     hint = next(filter(None, (install_hint("weights", suffix) for suffix in suffixes)), "")
     return f"; {hint}" if hint else ""
-
-
-def model_kind(config: Mapping[str, Any]) -> str | None:
-    """Describe a model that no installed package supports, by its config.json, with advice.
-
-    None for text decoders and encoders.
-    """
-    hints = (install_hint("models", name) for name in config.get("architectures") or ())
-    install = next(filter(None, hints), "")
-    if "num_mel_bins" in config or "feat_extract_norm" in config:
-        return f"a speech model: {install or 'use transcripts with a text model'}"
-    if config.get("is_encoder_decoder"):
-        return f"an encoder-decoder: {install or 'no package of this project supports it'}"
-    return None

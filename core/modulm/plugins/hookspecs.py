@@ -36,10 +36,10 @@ __all__ = [
     "modulm_choose_platform", "modulm_choose_quantization", "modulm_config_final",
     "modulm_config_proposals", "modulm_doctor_checks", "modulm_drafter", "modulm_engine_failed",
     "modulm_engine_started", "modulm_engine_stopping", "modulm_explain_folder",
-    "modulm_fetch_checkpoint", "modulm_logits_steps", "modulm_model_built", "modulm_model_loaded",
-    "modulm_models", "modulm_parsers", "modulm_platforms", "modulm_pooling", "modulm_quantization",
-    "modulm_report_header", "modulm_request_admitted", "modulm_request_finished",
-    "modulm_request_listeners", "modulm_step_finished",
+    "modulm_explain_model", "modulm_fetch_checkpoint", "modulm_logits_steps", "modulm_model_built",
+    "modulm_model_loaded", "modulm_models", "modulm_parsers", "modulm_platforms", "modulm_pooling",
+    "modulm_quantization", "modulm_report_header", "modulm_request_admitted",
+    "modulm_request_finished", "modulm_request_listeners", "modulm_step_finished",
 ]  # fmt: skip
 
 #: Hooks in which an exception stops the operation.
@@ -175,6 +175,16 @@ def modulm_explain_folder(folder: Path) -> str | None:
 
     For example "an adapter, not a model: serve its model with --flag". First result. Called when
     such a folder was given as a model; the answer becomes a part of the error.
+    """
+
+
+@hookspec(firstresult=True)
+def modulm_explain_model(config: Mapping[str, Any]) -> str | None:
+    """Say what kind of model no installed package supports, with advice.
+
+    `config` is its config.json. For example "a speech model: use transcripts". First result.
+    Called when no driver has the architecture; the answer becomes a part of the error. None for
+    kinds that the plugin does not know; then the error names only the architecture.
     """
 
 

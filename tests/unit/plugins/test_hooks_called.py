@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from modulm.contracts.outputs import Finished
 from modulm.contracts.pooling import PoolingRecipe, TextRules
 from modulm.contracts.request_listener import RequestListener
 from modulm.contracts.sampling import LogitsProcessor
-from modulm.errors import CheckpointError, ConfigError, EngineDead, EngineError
+from modulm.errors import CheckpointError, ConfigError, EngineDead, EngineError, ModulmError
 from modulm.loading import open_checkpoint
 from modulm.loading.sources import tokenizer_path
 from modulm.plugins import Check, Choice, Declaration, PluginManager, current, hookimpl
@@ -105,6 +106,11 @@ class Watcher:
     def modulm_explain_folder(self, folder: Path) -> str | None:
         self.note("explain_folder", folder=folder)
         return "watched over"
+
+    @hookimpl(tryfirst=True)
+    def modulm_explain_model(self, config: Any) -> str | None:
+        self.note("explain_model", config=config)
+        return "a model of another kind" if "own_kind" in config else None
 
     @hookimpl
     def modulm_config_final(self, config: Any) -> None:
@@ -249,6 +255,18 @@ def test_a_folder_that_is_no_model(watcher: Watcher, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: watched over"):
         open_checkpoint(EngineConfig.from_keywords(model=str(tmp_path)), current())
     assert watcher.first("explain_folder") == {"folder": tmp_path}
+
+
+@pytest.mark.parametrize("kind", [{"own_kind": True}, {}])
+def test_a_model_that_no_package_supports(
+    watcher: Watcher, tmp_path: Path, kind: dict[str, bool]
+) -> None:
+    table = {"architectures": ["NobodyForCausalLM"], **kind}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    said = "is a model of another kind" if kind else "no installed plugin provides"
+    with pytest.raises(ModulmError, match=f"NobodyForCausalLM.*{said}|{said}.*Nobody"):
+        LLM(str(tmp_path), device="cpu")
+    assert watcher.first("explain_model") == {"config": table}
 
 
 def test_who_asks_for_text_gets_no_recipe(watcher: Watcher, checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from attrs import field, frozen
 
 from modulm.errors import CheckpointError, UnsupportedError
-from modulm.loading.unsupported import model_kind
+from modulm.plugins import current
 from modulm_transformers.conversions import Conversions
 from modulm_transformers.names import class_name
 from modulm_transformers.unsupported import reasons
@@ -31,6 +31,9 @@ _HEARS = frozenset({"muse_spark"})
 _KINDS = frozenset({"full_attention", "sliding_attention"})
 #: Arguments of an encoder-decoder of texts.
 _TEXTS = frozenset({"input_ids", "decoder_input_ids"})
+#: Keys that only configurations of speech models have.
+_SPEECH = {"num_mel_bins", "feat_extract_norm"}
+_UNEXPLAINED = "an encoder-decoder or a speech model: no package of this project supports it"
 #: Suffixes of architectures that return vectors or classes.
 _DIFFUSION = "ForBlockDiffusion"
 _POOLING = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
@@ -98,9 +101,10 @@ class TransformersConfig:
             raise UnsupportedError(f"{name}: not supported yet: block diffusion")
         generates = model.can_generate() or not name.endswith(_POOLING)
         crosses = crosses and generates
-        kind = model_kind({**settings.to_dict(), "is_encoder_decoder": not crosses and reads_two})
-        if kind is not None:
-            raise UnsupportedError(f"{name} is {kind}")
+        known = {**settings.to_dict(), "is_encoder_decoder": reads_two and not crosses}
+        if known["is_encoder_decoder"] or _SPEECH & known.keys():
+            kind = current().hook.modulm_explain_model(config=known)
+            raise UnsupportedError(f"{name} is {kind or _UNEXPLAINED}")
         rows = _why_rows(name, model, text, crosses) if generates else ""
         media = _media(name, settings, text)
         if media.get("sees") and rows:

@@ -1,0 +1,1 @@
+"""Errors that say what kind of model cannot run, and what to use instead."""
