@@ -15,10 +15,14 @@ CHECKPOINT is a folder in bf16 (llama.cpp's conversion here knows the Qwen3 shap
 The last three read conversions, which are made on first use in `--conversions FOLDER` (by default a
 folder `conversions` beside the checkpoint). Formats that an engine lacks are left out.
 
-A figure is the median of `--rounds` (5), with its quartiles; engines run one after the other.
-Ratios are of medians.
+Engines are loaded once per weights format and measure a case in turns: one runs, the others are
+stopped, and all have had a turn within seconds. So a change of the machine's speed meets all of
+them. The first round of a case is a warm-up (`context` is measured once). Ratios are of one round;
+figures and ratios are medians of `--rounds` (5), with quartiles. If engines take more than
+`--memory` GB (14) together, modulm takes turns with one peer after the other.
 
-The probe's peaks are measured before and after modulm's turn; a fraction is of the mean of both.
+The probe's peaks are measured just before and after modulm's turns; a fraction is of their mean. An
+engine that ends, or has no answer after `--limit` seconds (600), is named and left out.
 
 `--without-amx` holds every engine and the probe to AVX512 with bf16, as on processors without AMX:
 modulm by its kernels' level (built with SKBUILD_CMAKE_DEFINE=MODULM_LEVELS=all make setup), torch
@@ -35,17 +39,23 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
-from probe import probe
+from engines import Engine, EngineFault, raise_on_termination
 
 PEERS = Path(__file__).parent / "peers"
 #: Environment variable with the folder of conversions, as in peers/conversions.py.
 FOLDER = "BENCH_CONVERSIONS"
+#: Names in PEERS of this engine, and of the machine's peaks.
+MODULM, PROBE = "modulm", "probe"
 #: Name of the peer that is an earlier modulm: `--peer before=OTHER_CHECKOUT/.venv/bin/python`.
 EARLIER = "before"
+#: Seconds until an engine is loaded, its conversion included.
+LOADING = 3600
 UNITS = {
     "decode": "tokens/s, one stream",
     "prompt": "prompt tokens/s, 2,048 tokens",
@@ -56,7 +66,7 @@ UNITS = {
 }
 #: The unquantized format, and the engines that run others too.
 PLAIN = "bf16"
-QUANTIZING = ("modulm", EARLIER, "llama", "openvino", "onnxruntime", "ctranslate2")
+QUANTIZING = (MODULM, EARLIER, "llama", "openvino", "onnxruntime", "ctranslate2")
 #: Environment variables for every engine with --without-amx.
 WITHOUT_AMX = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
@@ -99,34 +109,179 @@ def bound(case: str, weights: str, size: dict[str, int], peaks: dict[str, float]
     return None
 
 
-def peaks() -> dict[str, float]:
-    found = probe()
-    return {"read": float(found["read GB/s"]), "gemm": float(found["gemm GFLOP/s"])}
-
-
-def quartiles(figures: list[float]) -> list[float]:
+def quartiles(figures: Sequence[float]) -> list[float]:
     """Return the lower quartile, the median and the upper quartile."""
-    return statistics.quantiles(figures, method="inclusive") if len(figures) > 1 else figures * 3
+    if len(figures) == 1:
+        return [*figures] * 3
+    return statistics.quantiles(figures, method="inclusive")
 
 
-def run(
-    name: str, python: str, checkpoint: Path, cases: list[str], weights: str, rounds: int
-) -> dict[str, list[float]]:
-    """Return quartiles by case. Cases that the engine does not support are omitted, with the reason
-    printed.
+@dataclass
+class Round:
+    """A turn of each engine: figures by name, and the peaks before and after modulm's."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    peaks: list[dict[str, float]] = field(default_factory=list)
+
+
+class Comparison:
+    """The engines of one weights format. A context manager, which ends them.
+
+    commands: by engine name. memory: bytes that all of them may take. limit: seconds per answer.
     """
-    script = PEERS / f"{'modulm' if name == EARLIER else name}_peer.py"
-    command = [python, str(script), str(checkpoint), *cases, "--weights", weights]
-    command += ["--rounds", str(rounds)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    found: dict[str, list[float]] = {}
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            found |= {case: quartiles(figures) for case, figures in json.loads(line).items()}
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
-        print(f"  {name}, {weights}: {last[0]}", flush=True)
-    return found
+
+    def __init__(
+        self, weights: str, commands: Mapping[str, Sequence[str]], memory: float, limit: float
+    ) -> None:
+        self._weights, self._commands = weights, commands
+        self._memory, self._limit = memory, limit
+        self._running: dict[str, Engine] = {}
+        self._failed: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._keep([])
+
+    def measure(self, cases: Sequence[str], rounds: int) -> Iterator[tuple[str, list[Round]]]:
+        """Yield the rounds of each case; without enough memory, once for each peer."""
+        peers = [name for name in self._commands if name not in (MODULM, PROBE)]
+        for party in [peers] if self._load_all() else [[peer] for peer in peers]:
+            names = [PROBE, MODULM, *party]
+            self._keep(names)
+            for name in names:
+                self._load(name)
+            for case in cases:
+                yield case, self._rounds(case, names[1:], rounds)
+
+    def _load_all(self) -> bool:
+        """Load engines up to the limit of memory. True if that are all."""
+        for name in self._commands:
+            self._load(name)
+            if sum(engine.resident() for engine in self._running.values()) > self._memory:
+                return False
+        return True
+
+    def _load(self, name: str) -> None:
+        if name in self._running or name in self._failed:
+            return
+        try:
+            engine = Engine(self._commands[name], LOADING)
+        except EngineFault as fault:
+            self._fail(name, str(fault))
+            return
+        self._running[name] = engine
+        if "refused" in engine.first:
+            self._fail(name, engine.first["refused"])
+
+    def _keep(self, names: Sequence[str]) -> None:
+        """End the engines that are not among these."""
+        for name in list(self._running):
+            if name not in names:
+                self._running.pop(name).close()
+
+    def _fail(self, name: str, reason: str) -> None:
+        print(f"  {name}, {self._weights}: {reason}", flush=True)
+        self._failed.add(name)
+        self._keep([other for other in self._running if other != name])
+
+    def _rounds(self, case: str, names: Sequence[str], count: int) -> list[Round]:
+        able, found = [name for name in names if name in self._running], []
+        warmups = 0 if case == "context" else 1  # its prompts take long
+        for turn in range(count + 1 if warmups else 1):
+            first = turn % max(1, len(able))
+            order = able[first:] + able[:first]
+            now = Round()
+            for name in order:
+                answer = self._turn(name, case, now)
+                if "refused" in answer:
+                    print(f"  {name}, {self._weights}, {case}: {answer['refused']}", flush=True)
+                if "figure" in answer:
+                    now.figures[name] = answer["figure"]
+                else:
+                    able.remove(name)
+            if turn >= warmups:
+                found.append(now)
+        return found
+
+    def _turn(self, name: str, case: str, now: Round) -> dict[str, Any]:
+        if name != MODULM:
+            return self._ask(name, case)
+        before = self._ask(PROBE, case)
+        answer = self._ask(name, case)
+        now.peaks = [peaks for peaks in (before, self._ask(PROBE, case)) if peaks]
+        return answer
+
+    def _ask(self, name: str, case: str) -> dict[str, Any]:
+        """The answer; empty if the engine failed."""
+        if name not in self._running:
+            return {}
+        try:
+            return self._running[name].ask({"case": case}, self._limit)
+        except EngineFault as fault:
+            self._fail(name, str(fault))
+            return {}
+
+
+def summary(
+    case: str, weights: str, rounds: Sequence[Round], size: dict[str, int]
+) -> dict[str, Any]:
+    """Quartiles of figures, of modulm's fractions of the limit, and of ratios to peers."""
+    fractions, ratios = [], {}
+    for one in rounds:
+        mine = one.figures.get(MODULM)
+        if mine is None:
+            continue
+        if one.peaks:
+            mean = {
+                peak: statistics.mean(peaks[peak] for peaks in one.peaks) for peak in one.peaks[0]
+            }
+            limit = bound(case, weights, size, mean)
+            fractions += [mine / limit] if limit else []
+        for name, theirs in one.figures.items():
+            if name != MODULM:
+                ratios.setdefault(name, []).append(mine / theirs)
+    names = dict.fromkeys(name for one in rounds for name in one.figures)
+    return {
+        "case": case,
+        "weights": weights,
+        "figures": {
+            name: quartiles([one.figures[name] for one in rounds if name in one.figures])
+            for name in names
+        },
+        "fraction": quartiles(fractions) if fractions else None,
+        "ratios": {name: quartiles(each) for name, each in ratios.items()},
+        "rounds": [asdict(one) for one in rounds],
+    }
+
+
+def spread(figures: Sequence[float], bold: bool = False) -> str:
+    lower, median, upper = (f"{figure:.3g}" for figure in figures)
+    return f"{f'**{median}**' if bold else median} ({lower} to {upper})"
+
+
+def line(row: Mapping[str, Any], peers: Sequence[str]) -> str:
+    """Format a row of a markdown table: figures, the fraction of the limit, and each peer's figures
+    with the ratios to them.
+    """
+    figures, ratios = row["figures"], row["ratios"]
+    cells = [f"{UNITS[row['case']]}, {row['weights']}"]
+    cells += [spread(figures[MODULM]) if MODULM in figures else "-"]
+    cells += [spread(row["fraction"]) if row["fraction"] else ""]
+    for name in peers:
+        cell = spread(figures[name]) if name in figures else "-"
+        cells.append(f"{cell}: {spread(ratios[name], bold=True)}" if name in ratios else cell)
+    return "| " + " | ".join(cells) + " |"
+
+
+def reading(rounds: Sequence[Round]) -> str:
+    """The peaks around modulm's turns."""
+    peaks = [each for one in rounds for each in one.peaks]
+    if not peaks:
+        return "no probe"
+    read = spread(quartiles([each["read"] for each in peaks]))
+    return f"read {read} GB/s, GEMM {spread(quartiles([each['gemm'] for each in peaks]))} GFLOP/s"
 
 
 def main() -> None:
@@ -136,58 +291,38 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=sorted(UNITS))
     parser.add_argument("--weights", action="append")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", type=float, default=14, help="GB that all engines may take")
+    parser.add_argument("--limit", type=float, default=600, help="seconds per answer")
     parser.add_argument("--without-amx", action="store_true")
     parser.add_argument("--conversions", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    raise_on_termination()
     if options.without_amx:
-        os.environ.update(WITHOUT_AMX)  # before oneDNN starts, here and in the peers
+        os.environ.update(WITHOUT_AMX)  # before oneDNN starts in the engines
     if options.conversions:
         os.environ[FOLDER] = str(options.conversions.resolve())
     cases = options.case or list(UNITS)
-    engines = {"modulm": sys.executable}
+    interpreters = {PROBE: sys.executable, MODULM: sys.executable}
     for peer in options.peer:
         name, _, interpreter = peer.partition("=")
-        engines[name] = interpreter or sys.executable
-    size, rows, probed = shape(options.checkpoint), [], {}
+        interpreters[name] = interpreter or sys.executable
+    peers = [name for name in interpreters if name not in (PROBE, MODULM)]
+    size, rows = shape(options.checkpoint), []
     for weights in options.weights or [PLAIN, "int8", "int4"]:
+        commands = {}
+        for name, python in interpreters.items():
+            if weights == PLAIN or name in (*QUANTIZING, PROBE):
+                script = PEERS / f"{MODULM if name == EARLIER else name}_peer.py"
+                commands[name] = [python, str(script), str(options.checkpoint)]
+                commands[name] += ["--weights", weights]
         asked = cases if weights == PLAIN else [case for case in cases if case != "prefix"]
-        able = [name for name in engines if weights == PLAIN or name in QUANTIZING]
-        around = [peaks()]
-        found = {}
-        for name in able:
-            python = engines[name]
-            found[name] = run(name, python, options.checkpoint, asked, weights, options.rounds)
-            if name == "modulm":
-                around.append(peaks())
-        probed[weights] = around
-        print(", then ".join(f"read {p['read']:.1f} GB/s, GEMM {p['gemm']:.0f}" for p in around))
-        mean = {peak: sum(p[peak] for p in around) / len(around) for peak in around[0]}
-        for case in asked:
-            limit = bound(case, weights, size, mean)
-            figures = {name: found[name][case] for name in able if case in found[name]}
-            rows.append({"case": case, "weights": weights, "limit": limit, **figures})
-            print(line(rows[-1], list(engines)), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"peaks": probed, "rows": rows}, indent=2))
-
-
-def spread(figures: list[float]) -> str:
-    lower, median, upper = figures
-    return f"{median:.3g} ({lower:.3g} to {upper:.3g})"
-
-
-def line(row: dict, engines: list[str]) -> str:
-    """Format a row of a markdown table: the median and quartiles, the fraction of the limit, and
-    each peer's figures with the ratio of the medians.
-    """
-    mine = row.get("modulm")
-    part = f"{mine[1] / row['limit']:.2f}" if mine and row["limit"] else ""
-    cells = [f"{UNITS[row['case']]}, {row['weights']}", spread(mine) if mine else "-", part]
-    for name in engines[1:]:
-        theirs = row.get(name)
-        cells.append(f"{spread(theirs)}: {mine[1] / theirs[1]:.2f}" if mine and theirs else "-")
-    return "| " + " | ".join(cells) + " |"
+        with Comparison(weights, commands, options.memory * 1e9, options.limit) as engines:
+            for case, rounds in engines.measure(asked, options.rounds):
+                rows.append(summary(case, weights, rounds, size))
+                print(line(rows[-1], peers) + f"  {reading(rounds)}", flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

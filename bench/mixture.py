@@ -349,8 +349,8 @@ def compared(measured: Rounds, rounds: Sequence[dict[str, float]]) -> dict[str, 
     }
 
 
-def parsed() -> argparse.Namespace:
-    """The command line's options, with the folder filled."""
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of `arguments`, by default the command line's, with the folder filled."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the model is or goes")
     parser.add_argument("--shape", choices=list(SHAPES), default="small")
@@ -362,7 +362,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="write the checkpoint and stop")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not (options.folder / "config.json").exists():
         write(options.folder, config_of(options), options.write and options.shape == "small")
     return options

@@ -25,12 +25,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mixture
 import published
+from engines import Engine, raise_on_termination
 
 import modulm_kernels_cpu as kernels
 from modulm_kernels_cpu.linear import INTEGERS
@@ -181,36 +182,21 @@ def prompt(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Llama:
-    """llama.cpp in its own process and environment."""
+    """llama.cpp in its own process and environment, stopped between its turns."""
 
     def __init__(self, options: argparse.Namespace, kind: str) -> None:
         script = BENCH / "peers" / "llama_turns.py"
         command = [options.llama, script, options.checkpoint, kind, options.folder, "serve"]
-        self.process = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.file = Path(self._read()["file"])
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit("llama.cpp ended")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        self.engine = Engine(command, 3600)
+        self.file = Path(self.engine.first["file"])
 
     def __call__(self, asked: list[list[int]], new: int) -> float:
-        assert self.process.stdin is not None
         length = PROMPT + 16 if len(asked) == 1 else 128
-        line = json.dumps({"prompts": asked, "new": new, "length": length})
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return float(self._read()["seconds"])
+        answer = self.engine.ask({"prompts": asked, "new": new, "length": length}, 600)
+        return float(answer["seconds"])
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
+        self.engine.close()
 
 
 def gguf(options: argparse.Namespace) -> dict[str, Any]:
@@ -225,30 +211,31 @@ def gguf(options: argparse.Namespace) -> dict[str, Any]:
     probe = ReadProbe(kernels.load(), 1 << 30)
     found: dict[str, Any] = {}
     for kind in ("Q4_K_M", "Q8_0"):
-        llama, watch = Llama(options, kind), Watch()
-        watch.kernels()
-        engines = {"modulm": engine(llama.file, PROMPT + 16, STREAMS), "llama.cpp": llama}
-        held = watch.kernels()
-        size = sum(float(part.split(": ")[1].split()[0]) for part in held.split(", "))
-        found[f"{kind}, held"] = f"{held}; file: {llama.file.stat().st_size / 1e6:.0f} MB"
-        for case, figure in cases.items():
-            count = options.rounds if case == "one stream" else max(3, options.rounds // 2)
-            before = [probe.rate() for _ in range(5)]
-            rates = rounds_of(count, engines, figure)
-            read = statistics.median([*before, *(probe.rate() for _ in range(5))])
-            each = [
-                round(a / b, 2) for a, b in zip(rates["modulm"], rates["llama.cpp"], strict=True)
-            ]
-            row: dict[str, Any] = {
-                **{name: round(statistics.median(all_of), 1) for name, all_of in rates.items()},
-                "times": round(ratio(rates["modulm"], rates["llama.cpp"]), 2),
-                "rounds": each,
-            }
-            if case == "one stream":
-                share = statistics.median(rates["modulm"]) * size / 1e3 / read
-                row |= {"read GB/s": round(read, 1), "of bandwidth": round(share, 3)}
-            found[f"{kind}, {case}"] = row
-        llama.close()
+        with closing(Llama(options, kind)) as llama:
+            watch = Watch()
+            watch.kernels()
+            engines = {"modulm": engine(llama.file, PROMPT + 16, STREAMS), "llama.cpp": llama}
+            held = watch.kernels()
+            size = sum(float(part.split(": ")[1].split()[0]) for part in held.split(", "))
+            found[f"{kind}, held"] = f"{held}; file: {llama.file.stat().st_size / 1e6:.0f} MB"
+            for case, figure in cases.items():
+                count = options.rounds if case == "one stream" else max(3, options.rounds // 2)
+                before = [probe.rate() for _ in range(5)]
+                rates = rounds_of(count, engines, figure)
+                read = statistics.median([*before, *(probe.rate() for _ in range(5))])
+                each = [
+                    round(a / b, 2)
+                    for a, b in zip(rates["modulm"], rates["llama.cpp"], strict=True)
+                ]
+                row: dict[str, Any] = {
+                    **{name: round(statistics.median(all_of), 1) for name, all_of in rates.items()},
+                    "times": round(ratio(rates["modulm"], rates["llama.cpp"]), 2),
+                    "rounds": each,
+                }
+                if case == "one stream":
+                    share = statistics.median(rates["modulm"]) * size / 1e3 / read
+                    row |= {"read GB/s": round(read, 1), "of bandwidth": round(share, 3)}
+                found[f"{kind}, {case}"] = row
         del engines
         gc.collect()
     return found
@@ -256,11 +243,10 @@ def gguf(options: argparse.Namespace) -> dict[str, Any]:
 
 def mixed(options: argparse.Namespace) -> dict[str, Any]:
     """One billion weights in int4, of which a token reads a part."""
-    folder = options.folder / "mixture"
-    if not (folder / "config.json").exists():
-        mixture.write(folder)
-    given = SimpleNamespace(folder=folder, quantization="int4", rounds=options.rounds, peer=False)
-    return mixture.measure(given)  # type: ignore[arg-type]
+    folder = str(options.folder / "mixture")
+    mixture.parsed([folder, "--write"])
+    measured = mixture.Rounds(mixture.parsed([folder, "--quantization", "int4"]))
+    return mixture.summary(measured, [measured.one() for _ in range(options.rounds)])
 
 
 _READ = """
@@ -334,6 +320,7 @@ def main() -> None:
     parser.add_argument("--make", action="store_true", help="write the checkpoints and stop")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    raise_on_termination()
     options.folder.mkdir(parents=True, exist_ok=True)
     for name in published.FORMATS:
         published.make(options.checkpoint, options.folder, name)

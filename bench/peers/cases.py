@@ -3,8 +3,8 @@
 Each engine has a script in this folder that runs in the engine's own environment, so this module
 imports only the standard library. A script calls `main(load)`; `load(checkpoint, weights)` returns
 `engine(case)`, which returns `generate(prompts, new)`: it extends lists of token ids greedily by
-exactly `new` tokens each. The result is a JSON line per case on standard output: the figures of all
-rounds.
+exactly `new` tokens each. The engine stays loaded and measures a case once per request, so that
+engines can take turns.
 
 Decode rates are differences between two runs, to exclude the prompt. Prompts are new in each
 repetition, so that a prefix cache has only the intended hits.
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,17 +96,36 @@ CASES = {
 
 
 def main(load: Load) -> None:
-    """Run the requested cases, each after a warm-up, and print `{"case": [figure, ...]}` lines."""
+    """Load the engine, then answer each line of standard input with a line of standard output.
+
+    A request is {"case": name}, its answer {"figure": number}. The first line, before any request,
+    is {"ready": true}. Instead of either, {"refused": reason} says what an engine cannot do. What
+    the engine itself prints goes to standard error.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
-    parser.add_argument("cases", nargs="+", choices=sorted(CASES))
     parser.add_argument("--weights", default="bf16", choices=("bf16", "int8", "int4", "fp8"))
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    engine = load(str(Path(options.checkpoint).resolve()), options.weights)
-    for case in options.cases:
-        generate, prompts = engine(case), Prompts(case)
-        generate([prompts.one(16)], 4)
-        rounds = 1 if case == "context" else options.rounds  # its prompts take long
-        figures = [CASES[case](generate, prompts) for _ in range(rounds)]
-        print(json.dumps({case: figures}), flush=True)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**fields: object) -> None:
+        print(json.dumps(fields), file=answers, flush=True)
+
+    try:
+        engine = load(str(Path(options.checkpoint).resolve()), options.weights)
+    except SystemExit as error:
+        answer(refused=str(error))
+        return
+    answer(ready=True)
+    current: tuple[str, Generate, Prompts] | None = None
+    for line in sys.stdin:
+        case = json.loads(line)["case"]
+        try:
+            if current is None or current[0] != case:
+                current = None  # frees what the last case held
+                current = case, engine(case), Prompts(case)
+                current[1]([current[2].one(16)], 4)
+            answer(figure=CASES[case](*current[1:]))
+        except (Exception, SystemExit) as error:
+            answer(refused=f"{type(error).__name__}: {error}")

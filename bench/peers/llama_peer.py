@@ -99,6 +99,10 @@ class Sequences:
         self.known = prompt
         return shared
 
+    def __del__(self) -> None:
+        llama_cpp.llama_batch_free(self.batch)
+        llama_cpp.llama_free(self.context)
+
     def forget(self) -> int:
         llama_cpp.llama_memory_clear(self.memory, True)
         self.known = []

@@ -5,7 +5,10 @@ from cases import LONGEST, MOST, Engine, main
 
 def load(checkpoint: str, weights: str) -> Engine:
     from modulm import LLM, SamplingParams
+    from modulm.config.schema.known import known_flags
 
+    # An earlier modulm had no drafts by default, and no flag.
+    flags = {"speculative": "off"} if "speculative" in known_flags() else {}
     llm = LLM(
         model=checkpoint,
         dtype="bfloat16",
@@ -14,7 +17,7 @@ def load(checkpoint: str, weights: str) -> Engine:
         max_num_seqs=MOST,
         max_num_batched_tokens=LONGEST,
         kv_cache_memory_bytes=2 << 30,
-        speculative="off",
+        **flags,
     )
 
     def generate(prompts: list[list[int]], new: int) -> None:
