@@ -123,31 +123,25 @@ class TreeRunner(PartRunner):
         logits: torch.Tensor,
         drafts: Sequence[np.ndarray],
     ) -> Verified | None:
-        """Follow the most likely tokens down each tree; the sampler decides about that path."""
+        """Let the sampler follow its tokens down each tree; move accepted nodes up in the cache."""
         trees = _trees(plan)
         if not trees or self._context is None:
             return None
-        best = logits.argmax(-1).tolist()
         order = {row: place for place, row in enumerate(plan.rows.tolist())}
         places = [order[row] for row in rows.tolist()]
-        paths, kept, first = [], [], 0
-        for place, tokens in zip(places, drafts, strict=True):
-            path = _path(best[first:], tokens, trees.get(place, ()))
-            paths.append(path)
-            kept += [first + node for node in path]
-            first += 1 + len(tokens)
-        chosen = [
-            tokens[np.array(path[1:], int) - 1] for tokens, path in zip(drafts, paths, strict=True)
-        ]
-        verified = self._context.sampler.verify(rows, positions, logits[kept], chosen)
-        moves = [
-            (place, position - 1 + node, position + depth)
-            for place, position, path, count in zip(
-                places, positions, paths, verified.accepted, strict=True
-            )
-            for depth, node in enumerate(path[1:count])
-            if node != depth + 1
-        ]
+        parents = {index: trees[place] for index, place in enumerate(places) if place in trees}
+        verified = self._context.sampler.verify(rows, positions, logits, drafts, parents)
+        moves, first, begin = [], 0, 0
+        for place, position, tokens, count in zip(
+            places, positions, drafts, verified.accepted, strict=True
+        ):
+            nodes = verified.sources[begin : begin + count] - first
+            moves += [
+                (place, position - 1 + node, position - 1 + depth)
+                for depth, node in enumerate(nodes)
+                if node != depth
+            ]
+            first, begin = first + 1 + len(tokens), begin + count
         if moves:
             self._context.model_builder.copy_tokens(plan, *np.array(moves, dtype=np.int64).T)
         return verified
@@ -167,17 +161,3 @@ def _ancestors(parents: Sequence[int]) -> np.ndarray:
     for node, parent in enumerate(parents, 1):
         sees[node] |= sees[parent]
     return sees
-
-
-def _path(best: Sequence[int], tokens: np.ndarray, parents: Sequence[int]) -> list[int]:
-    """The nodes from the last known token on, each the most likely one after that before it."""
-    path = [0]
-    while True:
-        children = (
-            node
-            for node, parent in enumerate(parents, 1)
-            if parent == path[-1] and tokens[node - 1] == best[path[-1]]
-        )
-        if (node := next(children, None)) is None:
-            return path
-        path.append(node)

@@ -351,7 +351,8 @@ class Verified:
 
     tokens: new tokens of all rows, concatenated. accepted: [rows] int32, number of tokens per row;
     0 for rows that failed or got no token. logprobs, errors: by row. unfinished: rows that got no
-    token and continue.
+    token and continue. sources: [tokens] int64, the index of the logits that each token was chosen
+    from, if the sampler chose them.
     """
 
     tokens: np.ndarray
@@ -359,6 +360,7 @@ class Verified:
     logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(factory=dict)
     errors: Mapping[int, RowFailure] = field(factory=dict)
     unfinished: Collection[int] = ()
+    sources: np.ndarray | None = None
 
 
 class TokenChooser(Protocol):
@@ -370,11 +372,14 @@ class TokenChooser(Protocol):
         positions: np.ndarray,
         logits: torch.Tensor,
         drafts: Sequence[np.ndarray],
+        parents: Mapping[int, Sequence[int]] = ...,
     ) -> Verified:
         """Keep drafts up to the first mismatch, plus the model's own token.
 
         positions: [rows], position of each row's first new token. drafts: [d] int64 per row.
-        logits: [sum(d + 1), vocabulary], for each row's last known token and its drafts.
+        logits: [sum(d + 1), vocabulary], for each row's last known token and its drafts. parents:
+        index of a row whose drafts are a tree -> the parent of each: 0 for the last known token,
+        i + 1 for draft i, which precedes it. Then the chosen tokens say which branch is kept.
         """
 
     def legal(self, row: int, drafts: np.ndarray) -> np.ndarray:

@@ -102,6 +102,20 @@ def test_sampling_is_that_of_single_steps() -> None:
     assert answers(sampled, speculative_config=table)[0] == answers(sampled)[0]
 
 
+@pytest.mark.parametrize("more", [{}, {"presence_penalty": 0.5, "logprobs": 1}])
+def test_sampled_tokens_choose_the_branch(more, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are not the most likely ones go down branches as well."""
+    sampled = SamplingParams(temperature=1.5, seed=5, max_tokens=30, ignore_eos=True, **more)
+    tokens, steps = answers(sampled, dtype="float32")
+    texts = [[*p, *t] for p, t in zip(PROMPTS, tokens, strict=True)]
+    monkeypatch.setattr(f"{__name__}.KNOWN", texts)
+    table = {"method": "custom", "model": f"{__name__}:Forked", "num_speculative_tokens": 9}
+    table |= {"adaptive": False, "trees": True}
+    found = answers(sampled, dtype="float32", speculative_config=table)
+    assert found[0] == tokens
+    assert found[1] < 0.5 * steps
+
+
 def with_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verify as many nodes as fit, whatever steps take."""
     monkeypatch.setattr(Adaptive, "_best", lambda self, rows, gains: len(gains))

@@ -35,6 +35,8 @@ _HOTTEST = 1e30
 
 _DRAWN, _LOGPROBS, _CONSTRAINED, _PENALISED, _GRAMMAR, _EARLY, _LATE = (1 << i for i in range(7))
 _HISTORY = _CONSTRAINED | _PENALISED | _GRAMMAR | _EARLY | _LATE
+#: Parents of drafts: none are trees.
+_CHAINS: Mapping[int, Sequence[int]] = {}
 _CHANGED = _CONSTRAINED | _PENALISED | _EARLY | _LATE
 
 
@@ -240,36 +242,44 @@ class Sampler:
         positions: np.ndarray,
         logits: torch.Tensor,
         drafts: Sequence[np.ndarray],
+        parents: Mapping[int, Sequence[int]] = _CHAINS,
     ) -> Verified:
         """Sample rows with drafts, with the same result as single steps.
 
-        positions: [rows], position of each row's first new token. drafts: [d] int64 per row.
-        logits: [sum(d + 1), vocabulary], for each row's last known token and its drafts. Rows
-        without history are sampled at once, others position by position until a mismatch.
+        Arguments are as in `TokenChooser.verify`. Rows without history are sampled at once, others
+        position by position until a mismatch.
         """
         sizes = np.array([len(draft) + 1 for draft in drafts])
         firsts = np.cumsum(sizes) - sizes
         owners = np.repeat(np.arange(len(rows)), sizes)
-        offsets = np.arange(len(owners)) - firsts[owners]
-        expected = np.concatenate([np.append(draft, -2) for draft in drafts])
+        depths = np.arange(len(owners)) - firsts[owners]
+        #: An index of the logits and the token chosen there -> the index behind that draft.
+        after: dict[tuple[int, int], int] = {}
+        for row, (first, draft) in enumerate(zip(firsts.tolist(), drafts, strict=True)):
+            tree = parents.get(row, range(len(draft)))
+            edges = zip(tree, draft.tolist(), strict=True)
+            for index, (parent, token) in enumerate(edges, first + 1):
+                after.setdefault((first + parent, token), index)
+                if row in parents:
+                    depths[index] = depths[first + parent] + 1
         history = (self._flags[rows] & _HISTORY) != 0
         tokens = np.full(len(owners), -1, dtype=np.int64)
         logprobs: dict[int, RowLogprobs] = {}
         errors: dict[int, RowFailure] = {}
-        at = np.flatnonzero(~history[owners] | (offsets == 0))
+        at = np.flatnonzero(~history[owners] | (depths == 0))
         while len(at):
             own = logits if len(at) == len(owners) else logits[self._tensor(at)]
-            drawn = self.sample(rows[owners[at]], positions[owners[at]] + offsets[at], own).result()
+            drawn = self.sample(rows[owners[at]], positions[owners[at]] + depths[at], own).result()
             tokens[at] = drawn.tokens
             logprobs.update((int(at[index]), entry) for index, entry in drawn.logprobs.items())
             errors.update((int(at[index]), failure) for index, failure in drawn.errors.items())
-            matches = history[owners[at]] & (tokens[at] == expected[at])
+            chosen = [(index, int(tokens[index])) for index in at[history[owners[at]]].tolist()]
             at = np.array(
-                [index + 1 for index in at[matches].tolist()
-                 if int(tokens[index]) not in self._rows[int(rows[owners[index]])].stops],
+                [after[index, token] for index, token in chosen if (index, token) in after
+                 and token not in self._rows[int(rows[owners[index]])].stops],
                 dtype=np.int64,
             )  # fmt: skip
-        return _runs(firsts, sizes, tokens, expected, logprobs, errors)
+        return _runs(firsts.tolist(), tokens, after, logprobs, errors)
 
     def legal(self, row: int, drafts: np.ndarray) -> np.ndarray:
         """Return the drafts before the first one that the row's grammar forbids."""
@@ -454,34 +464,32 @@ def _replayed(grammar: Grammar, output: np.ndarray) -> Matcher:
 
 
 def _runs(
-    firsts: np.ndarray,
-    sizes: np.ndarray,
+    firsts: Sequence[int],
     tokens: np.ndarray,
-    expected: np.ndarray,
+    after: Mapping[tuple[int, int], int],
     logprobs: Mapping[int, RowLogprobs],
     errors: Mapping[int, RowFailure],
 ) -> Verified:
-    """Accept each row's drafts up to the first mismatch, plus the sampled token there."""
-    accepted = np.zeros(len(sizes), dtype=np.int32)
-    runs: list[np.ndarray] = []
+    """Accept each row's drafts as long as they were sampled, plus the token sampled behind them."""
+    accepted = np.zeros(len(firsts), dtype=np.int32)
+    sources: list[int] = []
     entries: dict[int, tuple[RowLogprobs, ...]] = {}
-    failed: dict[int, RowFailure] = {}
-    for index, (first, size) in enumerate(zip(firsts.tolist(), sizes.tolist(), strict=True)):
-        differs = tokens[first : first + size] != expected[first : first + size]
-        last = first + int(differs.argmax())
-        # Indices after a stop token were not sampled. Where sampling failed behind accepted drafts,
-        # the row keeps these and fails in its next step.
-        while last > first and tokens[last] < 0:
-            last -= 1
-        if last in errors:
-            failed[index] = errors[last]
-            continue
-        accepted[index] = last + 1 - first
-        runs.append(tokens[first : last + 1])
+    values = tokens.tolist()
+    for row, first in enumerate(firsts):
+        path: list[int] = []
+        index: int | None = first
+        # Indices behind a stop token were not sampled. Where sampling failed behind accepted
+        # drafts, the row keeps these and fails in its next step.
+        while index is not None and values[index] >= 0:
+            path.append(index)
+            index = after.get((index, values[index]))
+        accepted[row] = len(path)
+        sources += path
         if first in logprobs:
-            entries[index] = tuple(logprobs[at] for at in range(first, last + 1))
-    flat = np.concatenate(runs) if runs else tokens[:0]
-    return Verified(flat, accepted, entries, failed)
+            entries[row] = tuple(logprobs[index] for index in path)
+    failed = {row: errors[first] for row, first in enumerate(firsts) if first in errors}
+    chosen = np.array(sources, dtype=np.int64)
+    return Verified(tokens[chosen], accepted, entries, failed, sources=chosen)
 
 
 def _why(logits: torch.Tensor) -> RowFailure:

@@ -106,7 +106,7 @@ class DraftsPart(StepPart):
         if isinstance(drafter, Adaptive | Speculator) and drafter.trees:
             from modulm_speculation.step.tree import TreeRunner
 
-            return TreeRunner(drafter, built.loaded.ops.argmax)
+            return TreeRunner(drafter)
         if not (built.mesh.gives or shared):
             return None
         flags = built.config.scheduler

@@ -7,7 +7,7 @@ consecutive, like single steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,16 +32,10 @@ _PART = "drafts"
 
 
 class TreeRunner(DraftRunner):
-    """Verifies trees. A parent is 0 for the last known token and i + 1 for draft i.
+    """Verifies trees. A parent is 0 for the last known token and i + 1 for draft i."""
 
-    argmax: the op, since torch's takes a tenth of a step.
-    """
-
-    def __init__(
-        self, drafter: Adaptive | Speculator, argmax: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, drafter: Adaptive | Speculator) -> None:
         super().__init__(drafter)
-        self._argmax = argmax
         #: The last plan, and what the tokens of its trees see, by place of the row.
         self._seen: tuple[Plan | None, Mapping[int, np.ndarray]] = (None, {})
         self._beside_of: dict[int, Sequence[Branch]] = {}
@@ -112,35 +106,30 @@ class TreeRunner(DraftRunner):
         logits: torch.Tensor,
         drafts: Sequence[np.ndarray],
     ) -> Verified | None:
-        """Follow the most likely tokens down each tree; the sampler decides about that path."""
+        """Let the sampler follow its tokens down each tree; move accepted nodes up in the cache."""
         self._moved = None
         trees, context = _trees(plan), self._context
         if not trees or context is None:
             return None
-        best = self._argmax(logits).tolist()
         order = {row: place for place, row in enumerate(plan.rows.tolist())}
-        places = [order[row] for row in rows.tolist()]
-        paths, kept, chosen, first = [], [], [], 0
-        for place, tokens in zip(places, drafts, strict=True):
-            path = _path(best[first:], tokens, trees.get(place))
-            paths.append(path)
-            kept += [first + node for node in path]
-            chosen.append(tokens[np.array(path[1:], dtype=np.int64) - 1])
-            first += 1 + len(tokens)
-        own = logits if len(kept) == len(logits) else logits[kept]
-        verified = context.sampler.verify(rows, positions, own, chosen)
-        moves = [
-            (place, position - 1 + node, position + depth)
-            for place, position, path, count in zip(
-                places, positions.tolist(), paths, verified.accepted.tolist(), strict=True
-            )
-            for depth, node in enumerate(path[1:count])
-            if node != depth + 1
-        ]
-        if moves:
-            rows_of, sources, targets = np.array(moves, dtype=np.int64).T
-            context.model_builder.copy_tokens(plan, rows_of, sources, targets)
-            firsts = (np.cumsum(plan.counts) - plan.counts - plan.starts)[rows_of]
+        places = np.array([order[row] for row in rows.tolist()], dtype=np.int64)
+        parents = {
+            index: trees[place] for index, place in enumerate(places.tolist()) if place in trees
+        }
+        verified = context.sampler.verify(rows, positions, logits, drafts, parents)
+        if verified.sources is None:
+            raise TypeError("trees of drafts need a sampler that says where it chose each token")
+        counts, sizes = verified.accepted, np.array([1 + len(tokens) for tokens in drafts])
+        owners = np.repeat(np.arange(len(rows)), counts)
+        nodes = verified.sources - (sizes.cumsum() - sizes)[owners]
+        depths = np.arange(len(owners)) - (counts.cumsum() - counts)[owners]
+        moved = nodes != depths
+        if moved.any():
+            at = owners[moved]
+            known = positions[at].astype(np.int64) - 1
+            sources, targets = known + nodes[moved], known + depths[moved]
+            context.model_builder.copy_tokens(plan, places[at], sources, targets)
+            firsts = (np.cumsum(plan.counts) - plan.counts - plan.starts)[places[at]]
             self._moved = firsts + sources, firsts + targets
         return verified
 
@@ -175,16 +164,3 @@ def _ancestors(parents: Sequence[int]) -> np.ndarray:
     for node, parent in enumerate(parents, 1):
         sees[node] |= sees[parent]
     return sees
-
-
-def _path(best: Sequence[int], tokens: np.ndarray, parents: Sequence[int] | None) -> list[int]:
-    """Return the nodes from the last known token on, each the most likely one after the one before
-    it. Rows without a tree keep all drafts: the sampler compares them.
-    """
-    if parents is None:
-        return list(range(1 + len(tokens)))
-    children = {(parent, int(tokens[node - 1])): node for node, parent in enumerate(parents, 1)}
-    path = [0]
-    while (node := children.get((path[-1], best[path[-1]]))) is not None:
-        path.append(node)
-    return path
