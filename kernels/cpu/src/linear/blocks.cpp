@@ -1,6 +1,7 @@
 // The kernels of blocks.h's products, compiled once for linear layers and experts.
 #include "linear/blocks.h"
 #include "linear/codes.h"
+#include "linear/register_blocks.h"
 #include "linear/wide.h"
 
 #if defined(__AMX_INT8__)
@@ -12,49 +13,6 @@ namespace {
 
 // Lanes that prefetches of few rows run ahead, to the second-level cache and on to the first.
 constexpr int kBlocksFar = 1536, kBlocksNear = 64;
-
-// Scale number `g` of a span.
-template <class Type>
-inline vf scale_of_group(vu scales, int g) {
-  if constexpr (Type::kMinima) return __builtin_convertvector((vi)(scales >> (8 * g) & 0xffu), vf);
-  return __builtin_convertvector((vi)(scales << (24 - 8 * g)) >> 24, vf);
-}
-
-// The codes of a quad: the low or high nibbles of a line, and the high bits of quad `which`.
-template <class Type>
-inline vu block_codes(vu line, vu high, bool upper, int which) {
-  vu low = (upper ? line >> 4 : line) & 0x0f0f0f0fu;
-  if constexpr (Type::kHighBits == 0) return low;
-  constexpr uint32_t mask = Type::kHighBits == 1 ? 0x10101010u : 0x30303030u;
-  const int shift = 4 - Type::kHighBits * which;
-  return low | ((shift > 0 ? high << shift : high >> -shift) & mask);
-}
-
-// The sum of a step, without the scale of the activations.
-inline vf block_sum(vf part, vf d) { return part * d; }
-inline vf block_sum(vf part, vf d, vi minima, vf least) {
-  return fused(least, -__builtin_convertvector(minima, vf), part * d);
-}
-
-// Of one row and step where each group's sum begins; of formats with minima the sums of activations
-// in 16 bits, in the order of minima_of.
-template <class Type>
-inline const int32_t* totals_of(const Activations& a, int64_t row, int64_t step) {
-  return a.sums + row * a.runs + step * (Type::kMinima ? Type::kGroups / 2 : Type::kGroups);
-}
-
-// The first value of a group's sum: what the centre of its codes contributes, subtracted.
-template <class Type>
-inline vi start_of_group(int32_t start) {
-  return Type::kCentre ? splat_int(start) : vi{};
-}
-
-// Of a step the minima of a row's groups times the sums of its codes, in the order of minima_of.
-inline vi minima_sum(const vu (&both)[4], const int32_t* totals) {
-  vi sum{};
-  for (int p = 0; p < 4; p++) sum = pair_dot(sum, both[p], uint32_t(totals[p]));
-  return sum;
-}
 
 // How rows of activations and codes lie: bytes and quads [k / 4][64], or numbers of 16 bits and
 // squares (wide.h).
@@ -119,6 +77,7 @@ template <class Type, int Rows, int Vectors>
 inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int64_t row,
                        int column, float* sums) {
   constexpr int quads = Type::kGroup / 4, groups = kSpan / Type::kGroup;
+  constexpr int portion = Type::kPortion / 4;
   const int64_t width = w.width(panel);
   const uint8_t* step = w.panel(panel);
   const int8_t* x = a.at(row, 0);
@@ -131,10 +90,6 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
     __builtin_prefetch(p + far, 0, 2);
     __builtin_prefetch(p + near);
   };
-  auto fetched = [&](const uint32_t* p) {
-    fetch(p);
-    return load_raw<vu>(p);
-  };
   // Scales and floats, which lie before the codes.
   auto fetch_floats = [&](const BlockParts<Type>& parts) {
     for (auto p = parts.scales; p < parts.codes; p += 64 / sizeof(*p)) fetch(p);
@@ -145,8 +100,7 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
     vf part[Rows][Vectors] = {};
     fetch_floats(parts);
     for (int s = 0; s < kSpans; s++, x += Activations::kBlockStride) {
-      vu scales[Vectors], high[Vectors] = {};
-      const uint32_t* line = parts.codes + s * Type::kLines * width;
+      vu scales[Vectors];
       for (int v = 0; v < Vectors; v++) scales[v] = parts.scales_of(s, v);
 #pragma GCC unroll 4
       for (int g = 0; g < groups; g++) {
@@ -157,12 +111,9 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
                 start_of_group<Type>(totals[r * a.runs + s * groups + g]);
 #pragma GCC unroll 8
         for (int q = 0; q < quads; q += 2) {
-          const int at = g * quads + q;  // of the span's 16
-          const bool more = Type::kHighBits && at % (2 * Type::kShared) == 0;
-          if (more) {
-            for (int v = 0; v < Vectors; v++) high[v] = fetched(line + v * kLanes);
-            line += width;
-          }
+          const int at = g * quads + q, within = at % portion;  // of the span's 16, of the portion
+          const uint32_t* lines = parts.portion(s * (kSpan / Type::kPortion) + at / portion);
+          const int known = lines_of<Type>(within), needed = lines_of<Type>(within + 2);
           auto quad = [&](int r, int h) {
             return load_quad(Form::quad(x + r * stride, at + h));
           };
@@ -170,10 +121,10 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
           for (int r = 0; r < Rows; r++)
             for (int h = 0; h < 2; h++) held[r][h] = quad(r, h);
           for (int v = 0; v < Vectors; v++) {
-            const vu nibbles = fetched(line + v * kLanes);
+            for (int i = known; i < needed; i++) fetch(lines + i * width + v * kLanes);
+            auto line = [&](int i) { return load_raw<vu>(lines + i * width + v * kLanes); };
             for (int h = 0; h < 2; h++) {
-              const int which = (at + h) % (2 * Type::kShared);
-              const vu codes = block_codes<Type>(nibbles, high[v], h, which);
+              const vu codes = block_codes<Type>(line, within + h);
               for (int r = 0; r < Rows; r++) {
                 if constexpr (kQuadsFromMemory) c[r][v] = quad_dot(c[r][v], codes, quad(r, h));
                 else c[r][v] = quad_dot(c[r][v], codes, held[r][h]);
@@ -181,7 +132,6 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
             }
             __asm__ volatile("" ::: "memory");  // else compilers group the prefetches
           }
-          line += width;
         }
         for (int v = 0; v < Vectors; v++) {
           const vf scale = scale_of_group<Type>(scales[v], g);
@@ -210,25 +160,24 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
 }
 
 #else
-// One line of nibbles of a group with the high bits that belong to it: the codes of its quads meet
-// pairs of one row.
+// Two quads of a portion, from `quad` on: their codes meet pairs of one row.
 template <class Type, int Vectors>
-inline void block_line(const int8_t* x, const uint32_t* b, const uint32_t* high, int number,
-                       vi (&c)[1][Vectors]) {
+inline void block_quads(const int8_t* x, const uint32_t* lines, int64_t width, int quad,
+                        vi (&c)[1][Vectors]) {
   __m256i pairs[4];
 #pragma GCC unroll 4
   for (int p = 0; p < 4; p++) pairs[p] = load_pairs(x + 4 * p);
 #pragma GCC unroll 8
   for (int v = 0; v < Vectors; v++) {
-    if (v % 2 == 0) {
-      __builtin_prefetch(b + v * kLanes + kBlocksFar, 0, 2);
-      __builtin_prefetch(b + v * kLanes + kQuadsNear);
-    }
-    const vu line = load_raw<vu>(b + v * kLanes);
+    if (v % 2 == 0)
+      for (int i = lines_of<Type>(quad); i < lines_of<Type>(quad + 2); i++) {
+        __builtin_prefetch(lines + i * width + v * kLanes + kBlocksFar, 0, 2);
+        __builtin_prefetch(lines + i * width + v * kLanes + kQuadsNear);
+      }
+    auto line = [&](int i) { return load_raw<vu>(lines + i * width + v * kLanes); };
 #pragma GCC unroll 2
     for (int h = 0; h < 2; h++) {
-      const vu codes =
-          block_codes<Type>(line, load_raw<vu>(high + v * kLanes), h, 2 * number + h);
+      const vu codes = block_codes<Type>(line, quad + h);
       add_pairs(c[0][v], (__m256i)(codes & 0x00ff00ffu), pairs[2 * h]);
       add_pairs(c[0][v], _mm256_srli_epi16((__m256i)codes, 8), pairs[2 * h + 1]);
     }
@@ -240,8 +189,7 @@ inline void block_line(const int8_t* x, const uint32_t* b, const uint32_t* high,
 template <class Type, int Vectors>
 [[gnu::noinline]] void wide_block_row(const Weight& w, int64_t panel, const Activations& a,
                                       int64_t row, int column, float* sums) {
-  constexpr int lines = Type::kGroup / 8;
-  static_assert(!Type::kHighBits || Type::kShared == lines, "a group has one line of high bits");
+  static_assert(Type::kBits == 4 || Type::kPortion == Type::kGroup, "a group is a portion");
   const int64_t width = w.width(panel);
   const uint8_t* step = w.panel(panel);
   const int8_t* x = a.at(row, 0);
@@ -263,20 +211,12 @@ template <class Type, int Vectors>
         vi c[1][Vectors];
 #pragma GCC unroll 8
         for (int v = 0; v < Vectors; v++) c[0][v] = start_of_group<Type>(totals[g]);
-        const uint32_t* high = line;
-        if constexpr (Type::kHighBits > 0) {
-          for (int v = 0; v < Vectors; v += 2) {
-            __builtin_prefetch(high + v * kLanes + kBlocksFar, 0, 2);
-            __builtin_prefetch(high + v * kLanes + kQuadsNear);
-          }
-          line += width;
-        }
 #pragma GCC unroll 4
-        for (int l = 0; l < lines; l++, line += width, x += 16) {
-          if constexpr (Type::kHighBits == 0)
-            wide_line_of_one<kNibbles, kBlocksFar>(x, line, code_of, c);
-          else block_line<Type>(x, line, high, l, c);
-        }
+        for (int q = 0; q < Type::kGroup / 4; q += 2, x += 16)
+          if constexpr (Type::kBits == 4)
+            wide_line_of_one<kNibbles, kBlocksFar>(x, line + q / 2 * width, code_of, c);
+          else block_quads<Type>(x, line, width, q, c);
+        line += Type::kGroup * Type::kBits / 32 * width;
 #pragma GCC unroll 8
         for (int v = 0; v < Vectors; v++) {
           part[v] = fused(__builtin_convertvector(c[0][v], vf), scale_of_group<Type>(scales[v], 0),
@@ -311,20 +251,15 @@ inline void wide_block_panel(const Weight& w, int64_t panel, const Activations& 
 
 template <class Type>
 inline void spread_blocks(const uint8_t* step, int64_t width, SpreadBlocks& to) {
-  constexpr int lines = Type::kShared;  // of nibbles at a time
+  constexpr int quads = Type::kPortion / 4;
   const BlockParts<Type> all(step, width, 0);
-  for (int i = 0; i < 32; i += lines)
+  for (int i = 0; i < kBlock / Type::kPortion; i++)
     for (int64_t c = 0; c < width; c += kLanes) {
-      const int span = i / 8, within = i % 8;
-      vu high{};
-      if (Type::kHighBits) high = load_raw<vu>(all.high(span, within / lines) + c);
-#pragma GCC unroll 4
-      for (int l = 0; l < lines; l++) {
-        const vu line = load_raw<vu>(all.nibbles(span, within + l) + c);
-        for (int h = 0; h < 2; h++)
-          Form::put(to.codes + Form::place(2 * (i + l) + h, c),
-                    block_codes<Type>(line, high, h, 2 * l + h));
-      }
+      const uint32_t* lines = all.portion(i) + c;
+      auto line = [&](int number) { return load_raw<vu>(lines + number * width); };
+#pragma GCC unroll 8
+      for (int q = 0; q < quads; q++)
+        Form::put(to.codes + Form::place(quads * i + q, c), block_codes<Type>(line, q));
     }
   constexpr int groups = kSpan / Type::kGroup;
   for (int64_t c = 0; c < width; c += kLanes) {
@@ -521,6 +456,10 @@ void block_sums(const Weight& w, int64_t panel, const Activations& a, int64_t ro
     using Type = decltype(type);
     if (rows == 1) return block_panel<Type, 1>(w, panel, a, row, sums);
     if (rows == 2) return block_panel<Type, 2>(w, panel, a, row, sums);
+#if defined(MODULM_REGISTER_BLOCKS)
+    if (rows >= kRegisterFrom<Type> && w.width(panel) == kPanel)
+      return register_panel<Type>(w, panel, a, row, rows, sums);
+#endif
     auto& spread = *static_cast<SpreadBlocks*>(scratch(kDecoded, sizeof(SpreadBlocks)));
     const int width = w.width(panel);
     const uint8_t* from = w.panel(panel);

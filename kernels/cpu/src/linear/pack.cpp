@@ -175,16 +175,23 @@ void block_values(const uint8_t* block, int format, const Stored& at, uint8_t* c
   }
 }
 
-// Four bits each of two quads; `Bits` above them of 32 / 4 / Bits quads.
+// Four bits each of two quads.
 uint32_t nibble_lane(const uint8_t* codes) {
   uint32_t lane = 0;
   for (int i = 0; i < 8; i++) lane |= uint32_t(codes[i] & 15) << (8 * (i % 4) + 4 * (i / 4));
   return lane;
 }
-uint32_t high_lane(const uint8_t* codes, int bits) {
+// The fifth bits of eight quads.
+uint32_t fifth_lane(const uint8_t* codes) {
   uint32_t lane = 0;
-  for (int i = 0; i < 32 / bits; i++)
-    lane |= uint32_t(codes[i] >> 4) << (8 * (i % 4) + bits * (i / 4));
+  for (int i = 0; i < 32; i++) lane |= uint32_t(codes[i] >> 4) << (8 * (i % 4) + i / 4);
+  return lane;
+}
+// Six bits of quad `i` of 16 codes and two of the last quad.
+uint32_t six_lane(const uint8_t* codes, int i) {
+  uint32_t lane = 0;
+  for (int b = 0; b < 4; b++)
+    lane |= (codes[4 * i + b] | uint32_t(codes[12 + b] >> 2 * i & 3) << 6) << 8 * b;
   return lane;
 }
 
@@ -200,13 +207,15 @@ void pack_block(const uint8_t* block, int format, uint32_t* to, int64_t width, i
   for (int i = 0; i < (six ? 1 : 2); i++, floats += width)
     std::memcpy(floats, block + at.d + 2 * i, 2);
   lanes = reinterpret_cast<uint32_t*>(floats - column) + column;
-  const int bits = format - kWeightQ4K;
-  for (int k = 0; k < kStep; k += 8, lanes += width) {
-    if (bits && k % (32 / bits) == 0) {
-      *lanes = high_lane(codes + k, bits);
-      lanes += width;
-    }
-    *lanes = nibble_lane(codes + k);
+  auto put = [&](uint32_t lane) {
+    *lanes = lane;
+    lanes += width;
+  };
+  for (int k = 0; six && k < kStep; k += 16)
+    for (int i = 0; i < 3; i++) put(six_lane(codes + k, i));
+  for (int k = 0; !six && k < kStep; k += 8) {
+    if (format == kWeightQ5K && k % 32 == 0) put(fifth_lane(codes + k));
+    put(nibble_lane(codes + k));
   }
 }
 

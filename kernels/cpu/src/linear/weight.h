@@ -19,10 +19,12 @@
 //                                  of q6_k scales of groups of 16, signed bytes
 //          [1 or 2][width] fp16    what scales and, not of q6_k, minima are multiplied by
 //          and of each 64 k
-//          [2 or 4][width] lanes   of q5_k and q6_k the bit or the two above the fourth; byte b of
-//                                  a lane has those of k = b, 4 + b, 8 + b ... from the lowest on
-//          [8][width][8 nibbles]   the lower four bits of codes; byte b of a lane has k = b in its
-//                                  low nibble, 4 + b in the high one
+//          [8][width][8 nibbles]   of q4_k codes; byte b of a lane has k = b in its low nibble,
+//                                  4 + b in the high one
+//          2 x [1 + 4][width] lanes   of q5_k the bits above the fourth, byte b of a lane those of
+//                                  k = b, 4 + b, 8 + b ... from the lowest on, and nibbles as above
+//          4 x [3][width] lanes    of q6_k; byte b of lane i has k = 4 i + b in its low six bits, above
+//                                  them the i-th pair of bits of k = 12 + b
 //
 // A weight is scale * (code - zero), where the code of an int4 weight is its nibble - 8, or what a
 // table has for its nibble. With one group for all of K and no zeros, scales are fp32 [N]; otherwise

@@ -358,6 +358,17 @@ def test_rows_of_two_tiles_of_activations(ops, name, group):
         assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_blocks_in_registers_and_in_a_buffer(ops, name, activations):
+    """Which of them depends on the processor, on rows and on the width of a panel."""
+    packed = ops["pack_blocks"](stored_blocks(name, 80, 512)[0], name, activations)
+    x = torch.randn(32, 512).bfloat16()
+    whole = ops["linear"](x, packed)
+    for rows in range(1, 32):
+        assert torch.equal(ops["linear"](x[:rows], packed), whole[:rows])
+
+
 @pytest.mark.parametrize("group", [0, 64])
 def test_fp8_in_registers_and_in_a_buffer(ops, group):
     """On some processors 66 rows are the most whose codes are decoded in registers."""
