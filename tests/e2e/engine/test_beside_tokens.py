@@ -150,7 +150,7 @@ class Shared(FakeConnector):
 @parametrize_sample("fails", [2, 10**6], every=2)
 def test_blocks_from_another_engine_change_no_token(folder, plain, fails) -> None:
     STORE.clear()
-    prompts = {f"r{n}": [7, *range(100, 160), n] for n in range(4)}
+    prompts = {f"r{n}-{fails}": [7, *range(100, 160), n] for n in range(4)}
     asked = [request(name, prompt) for name, prompt in prompts.items()]
     expected = run(*plain, asked)
     for _ in range(2):
