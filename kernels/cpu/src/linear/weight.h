@@ -83,16 +83,17 @@ struct Weight {
   int scale_dtype = kBF16;
   bool whole_zeros = true;  // zeros of int4 are nibbles themselves, less 8
   int table = kNoTable;     // of int4
+  int64_t all_groups = 1, all_runs = 1;  // counted once, as every panel needs them: divisions are slow
 
   int64_t padded_k() const { return div_up(k, kPadK) * kPadK; }
   int64_t padded_n() const { return div_up(n, 16) * 16; }
   bool grouped() const { return groups() > 1 || zeros; }
   int64_t panels() const { return div_up(n, kPanel); }
-  int64_t groups() const { return div_up(k, group); }
+  int64_t groups() const { return all_groups; }
   int64_t steps() const { return div_up(k, kStep); }
   // k that are summed as integers: a group, or a step of a longer one.
   int64_t run() const { return group < kStep ? group : kStep; }
-  int64_t runs() const { return div_up(k, run()); }
+  int64_t runs() const { return all_runs; }
   int64_t run_end(int64_t r) const {
     int64_t end = (r + 1) * run();
     return end < padded_k() ? end : padded_k();
@@ -145,6 +146,10 @@ inline Weight weight_of(const void* data, const void* scales, const void* zeros,
   w.scale_dtype = form >> 16 & 0xff;
   w.whole_zeros = !(form >> 24 & 1);
   w.table = form >> 25;
+  if (group > 0) {  // else nothing but panels is asked for
+    w.all_groups = div_up(k, group);
+    w.all_runs = div_up(k, w.run());
+  }
   return w;
 }
 

@@ -75,12 +75,14 @@ inline void float_sums(const PanelOf& p, const float* x, int64_t ldx, int64_t ro
 // be `to` or come after it.
 inline void fold_sums(const PanelOf& p, int64_t rows, const float* from, float* to) {
   const int64_t each = sums_of_row(p.w);
+  const bool grouped = p.w.grouped();
+  if (grouped && each == 1 && from == to) return;
   auto scales = static_cast<const float*>(p.w.scales) + p.panel * kPanel;
   for (int64_t r = 0; r < rows; r++, from += each * kPanel, to += kPanel)
     for (int c = 0; c < p.width(); c += kLanes) {
       vf y = load(from + c);
       if (each == 2) y += load(from + kPanel + c);
-      store(to + c, p.w.grouped() ? y : y * load(scales + c));
+      store(to + c, grouped ? y : y * load(scales + c));
     }
 }
 
@@ -91,12 +93,14 @@ inline void coded_sums(const PanelOf& p, const Inputs& in, int64_t rows, float* 
   for (int64_t i = 0; following && following != end && i < kBeginning; i += 64)
     __builtin_prefetch(following + i, 0, 2);
   if (!p.w.integer()) {
+    zero(sums, rows);
     fp8_sums(p.w, p.panel, {static_cast<const bf16*>(in.x), in.ldx}, rows, sums);
     return fold_sums(p, rows, sums, sums);
   }
   // Tiles of rows are not split: rows of the first tile before these are multiplied as well.
   const int64_t digits = digits_of(p.w);
   int64_t first = in.place * digits, before = first % kRowTile;
+  zero(sums, before + rows * digits);
   integer_sums(p.w, p.panel, *in.integers, first - before, before + rows * digits, sums);
   fold_sums(p, rows, sums + before * sums_of_row(p.w) / digits * kPanel, sums);
 }
@@ -105,7 +109,7 @@ inline void coded_sums(const PanelOf& p, const Inputs& in, int64_t rows, float* 
 // the panel, when memory would otherwise be idle. sums: `room` rows.
 inline void panel_sums(const PanelOf& p, const Inputs& in, int64_t rows, float* sums,
                        const uint8_t* following) {
-  zero(sums, room(p.w, rows));
+  if (p.w.bits() > 8) zero(sums, rows);
   auto narrow = static_cast<const bf16*>(in.x);
   auto wide = static_cast<const float*>(in.x);
 #if defined(__AVX512F__)

@@ -12,7 +12,8 @@ namespace modulm {
 constexpr int64_t kBlockBytes = 512 << 10;  // of a block of rows: half of a second-level cache
 constexpr int64_t kBlockUnit = 96;          // a multiple of every kBlockRows
 constexpr int64_t kManyTokens = 64;         // from here on arithmetic is the bottleneck, not memory
-constexpr int64_t kMostPanels = 4;          // of a task
+constexpr int64_t kMostPanels = 4;          // of a task of the second pass
+constexpr int64_t kMostGatePanels = 8;      // of gate, and as many of up, of one of the first pass
 constexpr int64_t kFewTokens = 8;           // of an expert on average
 constexpr int64_t kTasksPerThread = 8;      // of the first pass, if each has several panels
 
@@ -159,7 +160,7 @@ inline int64_t panels_of_gate_task(const Step& s) {
   if (!s.gate_up.first.integer() || s.pairs > kFewTokens * s.run_count) return 1;
   const int64_t all = s.gate_up.panels();
   int64_t many = s.run_count * all / (kTasksPerThread * threads());
-  many = many < 1 ? 1 : many < kMostPanels ? many : kMostPanels;
+  many = many < 1 ? 1 : many < kMostGatePanels ? many : kMostGatePanels;
   return div_up(all, div_up(all, many));
 }
 

@@ -272,10 +272,10 @@ def test_a_token_is_the_same_in_every_batch(ops, library, form):
 
 @pytest.mark.parametrize("form", ["bf16", "int8-rounded", "int4-rounded", "fp8"])
 def test_panels_read_in_one_stream_give_the_same(ops, library, form):
-    """One token has tasks of four panels and of the fifth; 64 tokens have tasks of one panel."""
+    """One token has tasks of five panels and of four; 64 tokens have tasks of one panel."""
     library.set_threads(1)
-    gate_up, _ = stack(ops, form, 8, 2, 320, 320)
-    down, _ = stack(ops, form, 8, 1, 320, 320)
+    gate_up, _ = stack(ops, form, 8, 2, 576, 320)
+    down, _ = stack(ops, form, 8, 1, 320, 576)
     x = torch.randn(64, 320).bfloat16()
     weights, ids = choices(64, 8, 8)
     together = ops["fused_experts"](x, weights, ids, gate_up, down)
