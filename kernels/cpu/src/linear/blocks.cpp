@@ -457,7 +457,7 @@ void block_sums(const Weight& w, int64_t panel, const Activations& a, int64_t ro
     if (rows == 1) return block_panel<Type, 1>(w, panel, a, row, sums);
     if (rows == 2) return block_panel<Type, 2>(w, panel, a, row, sums);
 #if defined(MODULM_REGISTER_BLOCKS)
-    if (rows >= kRegisterFrom<Type> && w.width(panel) == kPanel)
+    if (rows >= kRegisterFrom && w.width(panel) == kPanel)
       return register_panel<Type>(w, panel, a, row, rows, sums);
 #endif
     auto& spread = *static_cast<SpreadBlocks*>(scratch(kDecoded, sizeof(SpreadBlocks)));

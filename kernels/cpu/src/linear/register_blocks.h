@@ -14,9 +14,7 @@
 namespace modulm {
 
 constexpr int kRegisterVectors = 2;
-// The fewest rows; with six bits a buffer reads from memory better than few rows do.
-template <class Type>
-constexpr int64_t kRegisterFrom = Type::kBits == 6 ? 6 : 3;
+constexpr int64_t kRegisterFrom = 3;  // rows
 
 // f(row, rows) over [0, total), total >= 3: three to six rows each, which begin a tile of activations
 // or have their second half in one.
@@ -140,7 +138,7 @@ inline void register_panel(const Weight& w, int64_t panel, const Activations& a,
   for (int64_t step = 0; step < a.steps; step++, from += bytes) {
     Ahead next(from + bytes, bytes, tiles * kSpan / 4);
     for_register_rows(rows, [&](int64_t r, int n) {
-      with_rows<1, kRowTile, 3>(n, [&](auto count) {
+      with_rows<1, kRowTile, kRegisterFrom>(n, [&](auto count) {
         for (int c = 0; c < kPanel; c += kRegisterVectors * kLanes)
           register_tile<Type, count>(from, a, row + r, step, c, next, sums + r * kPanel);
       });
