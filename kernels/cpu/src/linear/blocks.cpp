@@ -101,6 +101,7 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
     fetch_floats(parts);
     for (int s = 0; s < kSpans; s++, x += Activations::kBlockStride) {
       vu scales[Vectors];
+      const uint32_t* lines = parts.portion(s * (kSpan / Type::kPortion));
       for (int v = 0; v < Vectors; v++) scales[v] = parts.scales_of(s, v);
 #pragma GCC unroll 4
       for (int g = 0; g < groups; g++) {
@@ -112,7 +113,6 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
 #pragma GCC unroll 8
         for (int q = 0; q < quads; q += 2) {
           const int at = g * quads + q, within = at % portion;  // of the span's 16, of the portion
-          const uint32_t* lines = parts.portion(s * (kSpan / Type::kPortion) + at / portion);
           const int known = lines_of<Type>(within), needed = lines_of<Type>(within + 2);
           auto quad = [&](int r, int h) {
             return load_quad(Form::quad(x + r * stride, at + h));
@@ -132,6 +132,7 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
             }
             __asm__ volatile("" ::: "memory");  // else compilers group the prefetches
           }
+          if (within + 2 == portion) lines += Type::kPortionLines * width;
         }
         for (int v = 0; v < Vectors; v++) {
           const vf scale = scale_of_group<Type>(scales[v], g);
