@@ -4,7 +4,7 @@ An engine is a command that reads a JSON request per line and answers each with 
 first one, without a request, when it is ready. While it has nothing to answer, all processes of its
 group are stopped (SIGSTOP), so that threads that wait by spinning take no time from the others.
 
-Groups stay in the caller's session: if the caller is killed, they are orphaned, and the system sends
+Groups stay in the session of the caller: if it is killed, they are orphaned, and the system sends
 the stopped ones SIGHUP and SIGCONT, which mostly ends them.
 """
 
