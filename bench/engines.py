@@ -4,8 +4,8 @@ An engine is a command that reads a JSON request per line and answers each with 
 first one, without a request, when it is ready. While it has nothing to answer, all processes of its
 group are stopped (SIGSTOP), so that threads that wait by spinning take no time from the others.
 
-Groups stay in the session of the caller: if it is killed, they are orphaned, and the system ends the
-stopped ones (SIGHUP, then SIGCONT), but not one whose SIGSTOP has not arrived by then.
+Groups stay in the session of the caller: if it is killed, they are orphaned, and the system ends
+the stopped ones (SIGHUP, then SIGCONT), but not one whose SIGSTOP has not arrived by then.
 """
 
 from __future__ import annotations
