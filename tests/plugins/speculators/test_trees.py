@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,12 +21,14 @@ from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
 from modulm.contracts.drafter import DraftStep
 from modulm.errors import ConfigError
+from modulm.testing.engines import check_empty
 from modulm_demo import Demo
 from modulm_speculation import Options, Speculator
 from modulm_speculation.adaptive import Adaptive
 from modulm_speculation.speculator import Branch
 from modulm_speculation.step import tree
 from modulm_speculation.step.part import DraftsPart
+from modulm_speculation.step.planner import DraftPlanner
 from modulm_speculator_dflash.speculator import DFlashOptions
 from modulm_speculator_draft_model.speculator import DraftModelSpeculator
 from modulm_speculator_eagle.speculator import Eagle
@@ -34,6 +38,8 @@ PROMPTS = [[300, 301, 302] * 10, [17, 40], [90, 30, 31, 7] * 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 #: Whole texts from which trees are made.
 KNOWN: list[list[int]] = []
+#: The text of `Comb`.
+COMBED: list[int] = []
 
 
 @frozen
@@ -204,3 +210,114 @@ def test_trees_need_one_rank() -> None:
     built = SimpleNamespace(config=config, mesh=None)
     with pytest.raises(ConfigError, match="trees of drafts on several ranks"):
         DraftsPart(Forked(ForkedOptions())).runner(built)
+
+
+class Comb(Forked):
+    """Five wrong drafts and, beside the first one, a branch of up to four others, which are right
+    behind two texts of three.
+    """
+
+    name: ClassVar[str] = "comb"
+
+    def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
+        self._branches = []
+        drafts = []
+        for history in step.histories:
+            following = np.array(COMBED[len(history) : len(history) + 4], dtype=np.int64)
+            drafts.append(np.full(5, 3 if 3 not in following[:1] else 4))
+            right = len(history) % 3 < 2
+            self._branches.append([(0, following if right else np.full_like(following, 5))])
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def comb() -> Iterator[Callable[..., list[Any]]]:
+    """Lets engines whose steps verify trees of nine drafts answer one prompt, of 12 tokens, several
+    times, each with a number of tokens, and gives the figures of all steps. In fp32, with blocks of
+    32 tokens, of which no row may hold any behind its end once a step is over.
+    """
+    settings = {"dtype": "float32", "max_model_len": 64, "enable_prefix_caching": False}
+    prompt = list(range(20, 32))
+    with LLM("demo", **settings) as llm:
+        params = GREEDY.with_(max_tokens=52)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    text = [*prompt, *output.outputs[0].token_ids]
+    COMBED[:] = text
+    table = {"method": "custom", "model": f"{__name__}:Comb", "num_speculative_tokens": 9}
+    table |= {"adaptive": False, "trees": True}
+    with ExitStack() as stack:
+
+        @cache
+        def opened(blocks: int) -> LLM:
+            flags = {**settings, "num_gpu_blocks_override": blocks, "speculative_config": table}
+            return stack.enter_context(LLM("demo", **flags))
+
+        def answer(counts: Sequence[int], blocks: int = 8) -> list[Any]:
+            llm = opened(blocks)
+            scheduler, stats = llm._core.loop.scheduler, []
+            commit = type(scheduler).commit
+
+            def watched(plan, result):
+                events = commit(scheduler, plan, result)
+                stats.append(events.stats)
+                ends = -(-scheduler.table.limit // 32) * 32
+                assert (scheduler.cache.groups[0].room <= ends).all(), "slots are returned"
+                return events
+
+            scheduler.commit = watched
+            params = [GREEDY.with_(max_tokens=count) for count in counts]
+            prompts = [{"prompt_token_ids": prompt}] * len(counts)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            check_empty(llm._core.loop)
+            for count, output in zip(counts, outputs, strict=True):
+                assert list(output.outputs[0].token_ids) == text[12 : 12 + count]
+            return stats
+
+        yield answer
+
+
+def test_trees_are_limited_by_depth(comb) -> None:
+    """Nine drafts, of which four are right, although the answer ends behind fewer tokens."""
+    assert [step.accepted for step in comb([10])] == [0, 4, 3]
+    assert [step.drafted for step in comb([10])] == [0, 9, 6]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 19, 20, 21, 25, 43, *range(48, 53)])
+def test_slots_behind_the_end_are_returned(comb, count: int) -> None:
+    """At a block's end, and where the model's longest text ends: there are none behind it."""
+    comb([count])
+
+
+def test_nothing_is_preempted_for_slots_behind_the_end(comb) -> None:
+    steps = comb([20, 20], blocks=3)
+    assert not any(step.preempted for step in steps)
+    assert max(step.running for step in steps) == 2
+    comb([20, 9, 52, 19, 33], blocks=5)
+
+
+def test_cut_trees_keep_what_is_not_too_deep(rng: random.Random, rounds: int) -> None:
+    """Every draft that is left keeps its token and its parent's token."""
+    for _ in range(50 * rounds):
+        size, depth = rng.randrange(1, 30), rng.randrange(6)
+        parents = [rng.randrange(node + 1) for node in range(size)]
+        depths = [0]
+        for parent in parents:
+            depths.append(depths[parent] + 1)
+        table = SimpleNamespace(rows=1)
+        context = SimpleNamespace(
+            values={"drafts": 30, "ahead": 0}, capacity=SimpleNamespace(vocabulary=100),
+            rows=table, cache=None,
+        )  # fmt: skip
+        planner = DraftPlanner(context)
+        planner.receive(None, SimpleNamespace(value={0: [range(50, 50 + size), parents]}))
+        planner.settle(np.array([0]), np.array([1]), np.array([0]))
+        planner._cut(0, depth)
+        tokens = planner._tokens[0, : planner._counts[0]].tolist()
+        names = [-1, *tokens]
+        edges = [(token, names[p]) for token, p in zip(tokens, planner._parents[0], strict=True)]
+        names = [-1, *range(50, 50 + size)]
+        assert edges == [
+            (50 + node, names[parent])
+            for node, parent in enumerate(parents)
+            if depths[node + 1] <= depth
+        ]

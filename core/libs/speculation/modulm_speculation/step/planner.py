@@ -2,6 +2,10 @@
 
 A row is not planned again before its last result has arrived, which contains its drafts. Drafts
 only use what is left of the token budget and of the blocks.
+
+A row may get fewer tokens than its tree has drafts, since only one path is accepted: the depth of a
+tree is limited by the tokens that are left, its size by slots. Slots behind the row's end are
+returned with the step's result.
 """
 
 from __future__ import annotations
@@ -37,12 +41,16 @@ class DraftPlanner(PartPlanner):
         self._tokens = np.zeros((context.rows.rows, self._most), dtype=np.int32)
         #: Row -> the parents of its drafts, if they are a tree.
         self._parents: dict[int, list[int]] = {}
+        #: Rows with slots behind their end.
+        self._beyond = set[int]()
 
     def receive(self, plan: Plan, report: PartReport) -> None:
         self._proposals = report.value
 
     def settle(self, rows: np.ndarray, ends: np.ndarray, owners: np.ndarray) -> None:
         """Store the drafts of rows that continue, up to the first invalid token id."""
+        if self._beyond:
+            self._shorten(self._beyond.intersection(rows.tolist()))
         if not self._proposals:
             return
         proposals, self._proposals = self._proposals, {}
@@ -63,6 +71,7 @@ class DraftPlanner(PartPlanner):
     def release(self, request: Request, row: int) -> None:
         self._counts[row] = 0
         self._parents.pop(row, None)
+        self._beyond.discard(row)
 
     def plan(self, step: StepDraft, left: int) -> Mapping[int, list[int]] | None:
         """Add drafts to the step's decoding rows; return row -> the parents of those in trees."""
@@ -89,8 +98,9 @@ class DraftPlanner(PartPlanner):
             return
         lengths = table.length[rows]
         decodes = (step.counts == 1) & (step.starts + 1 == lengths)
+        ends = self._ends(rows, lengths)
         drafts = np.where(decodes, self._counts[rows], 0)
-        drafts = np.clip(table.limit[rows] - lengths - 1, 0, drafts)
+        drafts = np.clip(ends - lengths, 0, drafts)
         drafts = np.clip(left - (np.cumsum(drafts) - drafts), 0, drafts)
         if drafts.any() and not self._cache.grow(rows, step.starts + step.counts + drafts):
             drafts = np.clip(self._cache.room(rows) - lengths, 0, drafts)
@@ -105,3 +115,43 @@ class DraftPlanner(PartPlanner):
         table.tokens[owners, np.repeat(lengths, drafts) + ramp] = self._tokens[owners, ramp]
         step.drafted = drafts
         step.one_each = False
+        if self._parents:
+            self._beyond.update(rows[lengths + drafts > table.limit[rows]].tolist())
+
+    def _ends(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return where the rows' drafts end at the latest: [rows]. Shortens trees that are deeper.
+
+        The last token of a row is not a draft.
+        """
+        ends: np.ndarray = self._table.limit[rows] - 1
+        for index in np.flatnonzero(self._counts[rows] > ends - lengths).tolist():
+            row = int(rows[index])
+            if row in self._parents:
+                self._cut(row, int(ends[index] - lengths[index]))
+                if self._cache.uniform:
+                    ends[index] = self._table.tokens.shape[1] - 1
+        return ends
+
+    def _cut(self, row: int, depth: int) -> None:
+        """Drop the drafts of a row's tree that have at least `depth` others before them."""
+        count = int(self._counts[row])
+        depths, numbers = {0: 0}, {0: 0}
+        kept, parents = list[int](), list[int]()
+        for draft, parent in enumerate(self._parents[row][:count]):
+            if depths.get(parent, depth) < depth:
+                kept.append(draft)
+                parents.append(numbers[parent])
+                depths[draft + 1], numbers[draft + 1] = depths[parent] + 1, len(kept)
+        self._parents[row] = parents
+        self._tokens[row, : len(kept)] = self._tokens[row, kept]
+        self._counts[row] = len(kept)
+
+    def _shorten(self, rows: set[int]) -> None:
+        """Release the blocks behind the rows' ends."""
+        self._beyond -= rows
+        size = self._cache.sizes[0]
+        for row in rows:
+            end = -(-int(self._table.limit[row]) // size) * size
+            if int(self._cache.room(np.array([row]))[0]) > end:
+                for group in self._cache.groups:
+                    group.shorten(row, end)
