@@ -9,9 +9,10 @@ one: inputs are then, too) are measured before and after each round. Steps and p
 averaged alike, since other load slows both down.
 
 FOLDER gets config.json and a tokenizer if it is empty, for the shape `small` with `--write` also a
-random checkpoint in bf16, with which one stream is compared with transformers. Other weights are
-invented as they are loaded. `--layers` takes fewer layers and as much less vocabulary: then layers
-and head have their shares of the whole model, and the fixed costs of a step too large ones.
+random checkpoint in bf16, with which one stream is compared with transformers. A folder whose
+model has other sizes is refused. Other weights are invented as they are loaded. `--layers` takes
+fewer layers and as much less vocabulary: then layers and head have their shares of the whole model,
+and the fixed costs of a step too large ones.
 """
 
 from __future__ import annotations
@@ -363,8 +364,13 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args(arguments)
-    if not (options.folder / "config.json").exists():
-        write(options.folder, config_of(options), options.write and options.shape == "small")
+    config, path = config_of(options), options.folder / "config.json"
+    if not path.exists():
+        write(options.folder, config, options.write and options.shape == "small")
+    held = json.loads(path.read_text())
+    for key in sorted(config.keys() & held.keys()):
+        if held[key] != config[key]:
+            parser.error(f"{path} has {key} {held[key]}, not {config[key]}: take another folder")
     return options
 
 

@@ -59,6 +59,15 @@ def test_a_folder_with_a_model_is_kept(mixture: ModuleType, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_a_folder_of_other_sizes_is_refused(
+    mixture: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture.parsed([str(tmp_path)])
+    with pytest.raises(SystemExit):
+        mixture.parsed([str(tmp_path), "--layers", "6"])
+    assert "num_hidden_layers 24, not 6: take another folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--quantization", "fp8"], ["--shape", "large"], []])
 def test_unknown_options_are_refused(
     mixture: ModuleType, tmp_path: Path, arguments: list[str]
