@@ -232,7 +232,7 @@ def test_the_page_plays_answers(world: World, tmp_path: Path) -> None:
         browser.screen(1200, 800)
         browser.open(world.live.url)
         folds = "[...document.querySelectorAll('#settings details')]"
-        fold = f"{folds}.find((each) => each.firstChild.textContent === 'Sound')"
+        fold = f"{folds}.find((each) => each.firstChild.textContent === 'Audio')"
         browser.click("#toggle-settings")
         browser.wait(f"{fold} && !{fold}.hidden")
         browser.run(f"{fold}.open = true")
