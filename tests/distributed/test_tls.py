@@ -23,9 +23,9 @@ SECRET = b"a secret of two machines"
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname(), 20)
+        client = socket.create_connection(server.getsockname(), 300)
         accepted, _ = server.accept()
-        accepted.settimeout(20)
+        accepted.settimeout(300)
         with client, accepted:
             yield client, accepted
 

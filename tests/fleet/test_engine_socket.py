@@ -65,7 +65,7 @@ def without_secret(peer: socket.socket, attack: bytes) -> None:
     peer.settimeout(0.2)
     with pytest.raises(TimeoutError):
         peer.recv(32)
-    peer.settimeout(60)
+    peer.settimeout(300)
     nonce = bytes(32)
     own = os.urandom(32)
     proof = hmac.new(b"", b"client" + nonce + own, hashlib.sha256).digest()
@@ -94,7 +94,7 @@ def test_strangers_cannot_start_an_engine(
 ) -> None:
     attempts = (without_secret, plainly, with_another_secret, with_the_secret)
     address = listener.getsockname()
-    peers = [socket.create_connection(address, 60) for _ in attempts]  # before anybody else
+    peers = [socket.create_connection(address, 300) for _ in attempts]  # before anybody else
     process = EngineProcess(None, listener, secret_file)
     try:
         for attempt, peer in zip(attempts, peers, strict=True):

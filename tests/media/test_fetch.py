@@ -395,7 +395,7 @@ def test_name_servers_that_do_not_answer_hold_up_nothing_else(monkeypatch):
 
     def resolve(host, *args, **more):
         asked.append(host)
-        ending.wait(60)
+        ending.wait(600)
         raise OSError("no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
@@ -409,7 +409,7 @@ def test_name_servers_that_do_not_answer_hold_up_nothing_else(monkeypatch):
         while len(asked) < 2:
             await asyncio.sleep(0.002)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(300):
                 await asyncio.to_thread(len, asked)
         finally:
             ending.set()

@@ -75,7 +75,7 @@ def test_a_real_application(url: tuple[str, str]) -> None:
         found, cached = answer(prompt)
         assert found == text
         assert cached >= 64
-    states = httpx.get(f"{address}/health", timeout=60).json()["models"]
+    states = httpx.get(f"{address}/health", timeout=300).json()["models"]
     assert states == {"tiny": "ok", "tiny-prefill": "ok"}
     for process in processes("ServeReplica:app:tiny-prefill"):
         process.send_signal(signal.SIGKILL)

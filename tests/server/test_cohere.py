@@ -28,14 +28,14 @@ def ask(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def post(live: Live, path: str, body: dict[str, Any], status: int = 200) -> Any:
-    answer = httpx.post(live.url + path, json=body, timeout=60)
+    answer = httpx.post(live.url + path, json=body, timeout=300)
     assert answer.status_code == status, answer.text
     return answer.json()
 
 
 def stream(live: Live, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events or lines of a streamed answer."""
-    text = httpx.post(live.url + path, json={**body, "stream": True}, timeout=60).text
+    text = httpx.post(live.url + path, json={**body, "stream": True}, timeout=300).text
     lines = [line.removeprefix("data: ") for line in text.splitlines()]
     return [json.loads(line) for line in lines if line.startswith("{")]
 

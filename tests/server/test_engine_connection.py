@@ -78,7 +78,7 @@ def test_an_answer_that_comes_a_byte_at_a_time(link: Link) -> None:
     assert operation == "is_sleeping"
     for byte in frames.pack("answer", number, True, None):
         link.engine.sendall(bytes([byte]))
-    assert answer.result(60) is True
+    assert answer.result(300) is True
     assert not link.deaths
 
 
@@ -92,10 +92,10 @@ def test_an_engine_that_does_not_read_holds_nobody(link: Link) -> None:
         operation, number, received = link.read(1000)
         assert (operation, received) == ("unload_adapter", name)
         link.engine.sendall(frames.pack("answer", number, None, None))
-        assert answer.result(60) is None
+        assert answer.result(300) is None
     assert link.read()[0] == "is_sleeping"
     link.engine.sendall(frames.pack("answer", 8, False, None))
-    assert late.result(60) is False
+    assert late.result(300) is False
 
 
 def sockets() -> set[str]:
@@ -135,16 +135,16 @@ def test_a_broken_connection_ends_every_call_with_an_error(
     waiting = link.client.sleep(1)
     link.read()
     fault(link)
-    assert link.died.wait(60)
+    assert link.died.wait(300)
     assert len(link.deaths) == 1
     with pytest.raises(EngineDead):
-        waiting.result(60)
+        waiting.result(300)
     link.engine.close()
     for _ in range(2):  # the first may fail as it is sent, or be given up
         with pytest.raises(EngineDead):
-            link.client.wake_up().result(60)
+            link.client.wake_up().result(300)
     link.client.close()
-    link.client._thread.join(60)
+    link.client._thread.join(300)
     assert sockets() <= before
 
 
@@ -171,9 +171,9 @@ def test_a_call_in_flight_when_an_engine_dies_says_that_it_comes_back(
         link.engine.close()
         for call in calls:
             with pytest.raises(EngineRestarting):
-                call.result(60)
+                call.result(300)
         with pytest.raises(EngineRestarting):
-            link.replicas.load_adapter(adapter, False).result(60)
+            link.replicas.load_adapter(adapter, False).result(300)
         assert not link.deaths
     finally:
         link.replicas.close()

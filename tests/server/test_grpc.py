@@ -71,7 +71,7 @@ class Client:
             request_serializer=type(request).SerializeToString,
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )
-        return call(request, metadata=key, timeout=60)
+        return call(request, metadata=key, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_clients_end_requests(client: Client, server: Live, router: Any) -> None
     client.call("vllm.Control/Abort", body, key=(("x-api-key", "k2"),))
     assert rest.is_alive()
     router.Abort(smg.AbortRequest(request_ids=["generate-mine", "unknown"]), metadata=KEY)
-    rest.join(60)
+    rest.join(300)
     assert parts[-1].outputs.finish_info.finish_reason == 3
     assert len(server.engine.aborted) >= aborted
     with server.client(headers={"Authorization": "Bearer k2"}) as http:
@@ -342,10 +342,10 @@ def stalled(channel: grpc.Channel, key: Any, ending: threading.Event) -> Any:
     """A call whose message does not come until `ending`."""
 
     def messages() -> Iterator[bytes]:
-        ending.wait(60)
+        ending.wait(300)
         yield from ()
 
-    return channel.stream_stream("/vllm.Inference/Generate")(messages(), metadata=key, timeout=30)
+    return channel.stream_stream("/vllm.Inference/Generate")(messages(), metadata=key, timeout=300)
 
 
 def test_a_start_that_fails_half_way_can_be_stopped(server: Live) -> None:
@@ -381,7 +381,7 @@ def test_a_small_message_becomes_no_large_one(client: Client, router: Any) -> No
     request = smg.GenerateRequest(request_id="r", text="a" * (64 << 20))
     code, _ = status_of(
         lambda: list(
-            router.Generate(request, metadata=KEY, timeout=60, compression=grpc.Compression.Gzip)
+            router.Generate(request, metadata=KEY, timeout=300, compression=grpc.Compression.Gzip)
         )
     )
     assert code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -403,7 +403,7 @@ def test_messages_at_once_and_connections_are_limited(make_server: Callable[...,
 
         def ask(key: str) -> Any:
             request = smg.GenerateRequest(request_id="r", tokenized={"input_ids": ids})
-            return list(stub.Generate(request, metadata=(("x-api-key", key),), timeout=60))
+            return list(stub.Generate(request, metadata=(("x-api-key", key),), timeout=300))
 
         for _ in range(1000):  # until the server waits for both messages
             try:
@@ -443,7 +443,7 @@ def test_the_largest_messages_hold_no_turn_of_the_loop(make_server: Callable[...
         tokens = GENERATE(token_ids={"ids": [5] * 2_000_000})
         for data in (request.SerializeToString(), tokens.SerializeToString()):
             beat = Beat(live.loop)
-            code, _ = status_of(lambda data=data: inference(data, timeout=60))  # type: ignore[misc]
+            code, _ = status_of(lambda data=data: inference(data, timeout=300))  # type: ignore[misc]
             assert beat.end() < BOUND
             assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
@@ -503,7 +503,7 @@ def test_tls_with_certificates_of_clients(
         with opened as channel:
             stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
             try:
-                return bool(stub.HealthCheck(smg.HealthCheckRequest(), timeout=20).healthy)
+                return bool(stub.HealthCheck(smg.HealthCheckRequest(), timeout=300).healthy)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise

@@ -56,7 +56,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 def exchange(url: str, data: bytes) -> bytes:
     """Send bytes and nothing more; returns all that is answered before the connection ends."""
     where, received = urlsplit(url), b""
-    with socket.create_connection((where.hostname, where.port), timeout=60) as sock:
+    with socket.create_connection((where.hostname, where.port), timeout=300) as sock:
         try:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)

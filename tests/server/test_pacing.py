@@ -133,7 +133,7 @@ def test_texts_of_a_key_are_tokenized_in_its_turn(tokenizer: Tokenizer) -> None:
 
     async def one(key: str) -> None:
         _owner.set(key)
-        await work.run(5_000, lambda: (begin.wait(60), order.append(key)))
+        await work.run(5_000, lambda: (begin.wait(300), order.append(key)))
 
     async def main() -> None:
         tasks = [asyncio.create_task(one(key)) for key in ["many"] * 20 + ["one"]]

@@ -105,7 +105,7 @@ def test_a_process_that_cannot_be_started(
         for process in machine.processes:
             assert process.poll() is not None
         del caught
-        end = time.monotonic() + 60  # a thread closes the output of a server process
+        end = time.monotonic() + 300  # a thread closes the output of a server process
         while left := {one for one in OPEN.iterdir() if one.name not in descriptors}:
             if not any(one.exists() for one in left):
                 break

@@ -37,7 +37,7 @@ def real() -> Iterator[Live]:
 
 
 def post(live: Live, path: str, body: dict[str, Any], status: int = 200) -> Any:
-    answer = httpx.post(live.url + path, json=body, timeout=60)
+    answer = httpx.post(live.url + path, json=body, timeout=300)
     assert answer.status_code == status, answer.text
     return answer.json()
 

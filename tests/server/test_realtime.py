@@ -282,4 +282,4 @@ def test_compression_is_not_offered_and_parts_of_a_message_are_joined(live: Live
             socket.ping()
             error = take(socket)
             assert (error["type"], error["error"]["param"]) == ("error", "type")
-        assert socket.ping().wait(60)
+        assert socket.ping().wait(300)

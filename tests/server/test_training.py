@@ -50,7 +50,7 @@ class Engine:
 
     def run(self, awaitable: Awaitable[T]) -> T:
         async def await_it() -> T:
-            return await asyncio.wait_for(awaitable, 120)
+            return await asyncio.wait_for(awaitable, 300)
 
         return self.runner.run(await_it())
 

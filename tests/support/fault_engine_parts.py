@@ -120,7 +120,7 @@ def an_engine_in_this_process(folder: Path) -> None:
     )  # fmt: skip
 
     async def main() -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             try:
                 await _use(llm)
             finally:
@@ -133,7 +133,7 @@ def an_engine_in_this_process(folder: Path) -> None:
         asyncio.run(main())
         if llm.dead is None:
             engine = llm._core.core.loop  # type: ignore[attr-defined]
-            engine.call(lambda: check_empty(engine)).result(60)
+            engine.call(lambda: check_empty(engine)).result(300)
     finally:
         llm.shutdown()
         modulm.unregister("executors", "arithmetic")

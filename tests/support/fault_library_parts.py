@@ -94,8 +94,8 @@ def an_announcement(folder: Path) -> None:
     finally:
         taking.close()
         for thread in set(threading.enumerate()) - before:
-            thread._started.wait(30)  # type: ignore[attr-defined]
-            thread.join(30)
+            thread._started.wait(300)  # type: ignore[attr-defined]
+            thread.join(300)
 
 
 @_part
@@ -132,11 +132,11 @@ def data_over_tls(folder: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
         for peer in (ours, theirs):
-            peer.settimeout(30)
+            peer.settimeout(300)
         sessions = TlsSession(contexts), TlsSession(contexts, server=True)
         answer = pool.submit(sessions[1].handshake, theirs)
         sessions[0].handshake(ours)
-        answer.result(30)
+        answer.result(300)
         ours.sendall(Connection(ours, sessions[0]).seal(b"x" * 70_000))
         assert Connection(theirs, sessions[1]).reader().read(70_000) == b"x" * 70_000
 
@@ -148,11 +148,11 @@ def frames_over_tls(folder: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
         for peer in (ours, theirs):
-            peer.settimeout(30)
+            peer.settimeout(300)
         sessions = TlsSession(contexts), TlsSession(contexts, server=True)
         answer = pool.submit(sessions[1].handshake, theirs)
         sessions[0].handshake(ours)
-        answer.result(30)
+        answer.result(300)
         FrameStream(ours, sessions[0]).send(frames.pack("run", b"a plan"))
         if FrameStream(theirs, sessions[1]).receive() != ["run", b"a plan"]:
             raise OSError("at its end")
@@ -316,12 +316,12 @@ def packed_weights_without_room(folder: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(other)
         try:
-            entered.wait(30)
+            entered.wait(300)
             with cache.lock("c"):
                 pass
         finally:
             waiting.set()
-            answer.result(30)
+            answer.result(300)
 
 
 @_part
@@ -346,7 +346,7 @@ def media_of_a_request(folder: Path) -> None:
                 MediaSource(kind="image", field="x", url=str(folder / "image.png")),
                 MediaSource(kind="image", field="x", value=Image.new("RGB", (4, 4))),
             ]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 assert len(await opener.open(sources, {})) == 4
         finally:
             opener.close()

@@ -58,7 +58,7 @@ def _ask(call: Callable[[], Any]) -> Any:
 
 def _use(server: Several, file: Path) -> None:
     """Everything that reaches a site, up to the fault."""
-    with httpx.Client(base_url=server.live.url, timeout=60) as http:
+    with httpx.Client(base_url=server.live.url, timeout=300) as http:
         for step in _steps(server, http, file):
             if FIRED[0]():
                 return
@@ -119,7 +119,7 @@ def _check(server: Several) -> None:
     """A model is loaded and answers, and the patrol's task runs, unless the fault has cancelled it,
     as only its owner does.
     """
-    answer = httpx.post(f"{server.live.url}{CHAT}", timeout=60, json={
+    answer = httpx.post(f"{server.live.url}{CHAT}", timeout=300, json={
         "model": "three", "messages": [{"role": "user", "content": "hi"}],
     })  # fmt: skip
     if answer.status_code == 503 and server.pool.closing:  # its start was cancelled

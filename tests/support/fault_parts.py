@@ -130,7 +130,7 @@ def a_tls_session(folder: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
         for peer in (ours, theirs):
-            peer.settimeout(30)
+            peer.settimeout(300)
         server = TlsSession(contexts, server=True)
 
         def greet() -> None:
@@ -146,7 +146,7 @@ def a_tls_session(folder: Path) -> None:
         except BaseException:
             ours.shutdown(socket.SHUT_RDWR)
             raise
-        answer.result(30)
+        answer.result(300)
 
 
 @_part

@@ -157,7 +157,7 @@ def a_process_of_a_plugin(folder: Path) -> None:
             finally:
                 with suppress(OSError):
                     ours.shutdown(socket.SHUT_RDWR)
-                thread.join(30)
+                thread.join(300)
     finally:
         for descriptor in descriptors:
             _closed(descriptor)
@@ -202,14 +202,14 @@ def sockets_of_an_engines_process(folder: Path) -> None:
                 listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             tls = None if secret is None else tls_contexts(secret)
             server = engine_process._SocketServer(theirs, listener, tls)
-            ours.settimeout(30)
+            ours.settimeout(300)
             try:
                 ours.sendall(frames.pack("start", 1, 2))
-                if server.started.result(30) != [1, 2]:
+                if server.started.result(300) != [1, 2]:
                     raise OSError("another frame")
                 server.flush()
             except ModulmError:
-                server._thread.join(30)
+                server._thread.join(300)
                 server._loop.close()
                 if ours.recv(1):
                     raise AssertionError("its owner does not see the end") from None
@@ -283,16 +283,16 @@ def a_front_end_that_sends_much(folder: Path) -> None:
     client._lock, client._unsent = threading.Lock(), SimpleQueue()
     client._behind, client._sender = 0, None
     with ours, theirs:
-        theirs.settimeout(30)
+        theirs.settimeout(300)
         client._send(bytes(size))
         client._unsent.put(None)
         sender = client._sender
         assert sender is not None
-        ending = threading.Thread(target=lambda: (sender.join(30), ours.close()))
+        ending = threading.Thread(target=lambda: (sender.join(300), ours.close()))
         ending.start()
         while piece := theirs.recv(1 << 16):
             got += len(piece)
-        ending.join(30)
+        ending.join(300)
         assert not sender.is_alive()
     if got != size:
         raise OSError("the engine sees the end of the connection")
@@ -361,7 +361,7 @@ class Compiler:
     def join(self) -> None:
         """Wait for their ends, which the ends of their connections bring."""
         for thread in self._threads:
-            thread.join(30)
+            thread.join(300)
             assert not thread.is_alive()
 
 
@@ -402,7 +402,7 @@ def a_process_that_tries_constraints(folder: Path) -> None:
     with _replaced(compile_process, _open=lambda *_: [], _limit=_nothing), ours:
         thread = threading.Thread(target=serve_it)
         thread.start()
-        ours.settimeout(30)
+        ours.settimeout(300)
         try:
             with ours.makefile("rb") as stream:
                 ours.sendall(frames.pack(*told))
@@ -415,7 +415,7 @@ def a_process_that_tries_constraints(folder: Path) -> None:
         finally:
             with suppress(OSError):
                 ours.shutdown(socket.SHUT_RDWR)
-            thread.join(30)
+            thread.join(300)
     if failed:
         raise failed[0]
 
@@ -528,7 +528,7 @@ def a_tool_server_that_is_not_there(folder: Path) -> None:
 
     async def main() -> None:
         server = _tool_server(url=f"http://127.0.0.1:{port}/mcp")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             outcome = await server.call("a", {})
             assert outcome.error is not None
             await server.close()
@@ -582,7 +582,7 @@ def a_websocket(folder: Path) -> None:
             serving = asyncio.ensure_future(server.serve([listener]))
             try:
                 async with (
-                    asyncio.timeout(30),
+                    asyncio.timeout(300),
                     connect(f"ws://127.0.0.1:{port}", compression=None) as peer,
                 ):
                     sending = asyncio.ensure_future(peer.send("x" * (1 << 20)))
@@ -633,7 +633,7 @@ def a_peer_that_refuses(folder: Path) -> None:
 
         def hang_up() -> None:
             with suppress(OSError):
-                listener.settimeout(30)
+                listener.settimeout(300)
                 listener.accept()[0].close()
 
         thread = threading.Thread(target=hang_up)
@@ -645,7 +645,7 @@ def a_peer_that_refuses(folder: Path) -> None:
         finally:
             with suppress(OSError):
                 socket.create_connection(listener.getsockname(), 5).close()
-            thread.join(30)
+            thread.join(300)
     assert not client._open
 
 
@@ -657,7 +657,7 @@ def blocks_for_a_peer(folder: Path) -> None:
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.settimeout(30)
+        theirs.settimeout(300)
         try:
             PeerServer._send_part(server, ours, [0], None, Deadline(20), shared=False)  # type: ignore[arg-type]
         except Fault as error:

@@ -171,7 +171,7 @@ def _batch(http: httpx.Client, cancel: bool) -> None:
     batch = answer.json()
     if cancel:
         http.post(f"/v1/batches/{batch['id']}/cancel")
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while batch["status"] not in ("completed", "failed", "cancelled"):
         assert time.monotonic() < end, f"the batch does not end: {batch}"
         time.sleep(0.002)
@@ -419,7 +419,7 @@ def media(live: Live, http: httpx.Client) -> None:
     service._opener.workers.decode = lambda *_: Image.new("RGB", (4, 4))  # type: ignore[method-assign]
     try:
         with suppress(CancelledError):
-            asyncio.run_coroutine_threadsafe(main(), live.loop).result(60)
+            asyncio.run_coroutine_threadsafe(main(), live.loop).result(300)
     finally:
         del service.reader, service.extract
 
@@ -510,7 +510,7 @@ def _grpc(live: Live, http: httpx.Client, service: str, calls: dict[str, dict[st
             make = channel.unary_stream if method.server_streaming else channel.unary_unary
             call = make(f"/{service}/{method.name}", type(message).SerializeToString)
             try:
-                answer = call(message, metadata=metadata, timeout=30)
+                answer = call(message, metadata=metadata, timeout=300)
                 if method.server_streaming:
                     for _ in answer:
                         if "leaves" in name:
@@ -554,7 +554,7 @@ def grpc_without_a_message_or_a_key(live: Live, http: httpx.Client) -> None:
         ):
             call = channel.stream_stream(path)
             try:
-                list(call(iter(messages), metadata=metadata, timeout=30))
+                list(call(iter(messages), metadata=metadata, timeout=300))
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # type: ignore[attr-defined]
                     raise TimeoutError from error

@@ -165,7 +165,7 @@ def a_body_that_stalls(folder: Path) -> None:
 
         guard = request_guard.RequestGuard(read, 1 << 20, 0.02, 100, 1 << 16)
         scope = {"type": "http", "headers": [], "path": "/health", "method": "POST"}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             first = asyncio.ensure_future(guard(scope, _never, send))
             await asyncio.wait([first], timeout=0.2)
             await asyncio.gather(first, guard({**scope}, _never, send), return_exceptions=True)
@@ -258,7 +258,7 @@ def standard_output(folder: Path) -> None:
     finally:
         os.close(writer)
         thread = forward(os.fdopen(reader, "rb"))
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
 
 
@@ -370,7 +370,7 @@ def an_engine_on_tcp(folder: Path) -> None:
     for one in replica_processes.listening(placed, "127.0.0.1"):
         one.close()
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        listener.settimeout(30)
+        listener.settimeout(300)
         with Sleeper().started():
             spawn.EngineProcess(listener=listener, secret_file=str(secret)).close()
 
@@ -384,7 +384,7 @@ def an_engine_on_tcp(folder: Path) -> None:
             spawn.connect(spawn.address_of(listener), str(secret)).socket.close()
         finally:
             socket.create_connection(listener.getsockname()).close()
-            answer.result(30)
+            answer.result(300)
 
 
 def _free_port() -> int:
@@ -476,7 +476,7 @@ def a_batch_of_another_server(folder: Path) -> None:
             running = store._running[found.id][1]
             await other.cancel(other.get(found.id) or found)
             with suppress(asyncio.CancelledError):
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(300):
                     await running
             await asyncio.gather(*store._cleanups)
 
@@ -542,7 +542,7 @@ def texts_that_wait(folder: Path) -> None:
         finally:
             free.release()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(300):
                 await waiting
             free.release()
         finally:
@@ -562,7 +562,7 @@ def lines_that_wait(folder: Path) -> None:
         waiting = asyncio.ensure_future(slots.acquire(1))
         await asyncio.sleep(0)
         slots.release(1)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             await waiting
 
         async def full(*_: Any) -> tuple[int, bytes]:
@@ -647,7 +647,7 @@ def an_isolated_route(folder: Path) -> None:
         async def send(message: Any) -> None:
             pieces.append(message.get("body", b""))
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             stand_in = family(context)
             stand_in.router()
             await stand_in.start()
@@ -741,7 +741,7 @@ def a_grpc_server_with_certificates(folder: Path) -> None:
     async def main() -> None:
         server = grpc_server.GrpcServer(context, ("127.0.0.1", 0))
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 await server.start()
                 watch = server._watch
                 while len(looks) < 3 and watch is not None and not watch.done():

@@ -39,5 +39,5 @@ class Beat:
         done = threading.Event()
         self._over = True
         self._loop.call_soon_threadsafe(lambda: (self._beat(), done.set()))
-        done.wait(60)
+        done.wait(300)
         return self.longest

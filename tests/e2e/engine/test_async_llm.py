@@ -104,7 +104,7 @@ def _idle(llm: AsyncLLM) -> None:
     assert llm.active == 0
     if isinstance(llm._core, ThreadCoreClient):
         engine = llm._core.core.loop
-        engine.call(lambda: check_empty(engine)).result(120)
+        engine.call(lambda: check_empty(engine)).result(300)
 
 
 def test_kinds_of_output_agree(llm: AsyncLLM) -> None:

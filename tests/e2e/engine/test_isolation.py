@@ -158,7 +158,7 @@ def test_a_soak_of_everything_at_once(folder: Path, rng: random.Random) -> None:
 
     asyncio.run(main())
     engine = llm._core.core.loop
-    engine.call(lambda: check_empty(engine)).result(120)
+    engine.call(lambda: check_empty(engine)).result(300)
     assert {"length", "stop", "error"} <= set(ends)
     assert llm.stats is not None
     assert (llm.stats.running, llm.stats.waiting, llm.stats.usage) == (0, 0, 0.0)

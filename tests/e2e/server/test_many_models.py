@@ -90,7 +90,7 @@ def ask(model: str, **fields: Any) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -501,7 +501,7 @@ def test_media_with_token_ids_and_over_grpc(
                 response={"output_logprobs": True},
                 media=[{"modality": 1, **first}, {"modality": 1, "url": pictures[1]}],
             )  # fmt: skip
-            answer = generate(request, timeout=60).outputs
+            answer = generate(request, timeout=300).outputs
             assert list(answer.logprobs) == pytest.approx(expected, abs=1e-4)
         for item, words in (
             ({"modality": 0, "url": pictures[1]}, "media[0].modality"),
@@ -511,7 +511,7 @@ def test_media_with_token_ids_and_over_grpc(
         ):
             request = proto("GenerateRequest")(token_ids={"ids": ids}, media=[item])
             with pytest.raises(grpc.RpcError) as raised:
-                generate(request, timeout=60)
+                generate(request, timeout=300)
             assert words in raised.value.details()
         router = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         request = smg.GenerateRequest(tokenized={"input_ids": ids})

@@ -104,7 +104,7 @@ def test_an_engine_that_dies_is_brought_back(live: Live) -> None:
                 "replicas": [{"rank": 0, "status": "ok", "restarts": 1}],
             }
             assert (await http.get(f"/v1/files/{stored}/content")).content == content
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 while batch["status"] != "completed":
                     batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
             assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}

@@ -139,7 +139,7 @@ def test_the_engine_is_measured(process: Process) -> None:
     assert 'modulm:num_requests_running{engine="0",model_name="M"} 0.0' in text
     assert "modulm:generation_tokens_total" in text
     beyond = 'modulm:model_memory_beyond_estimate_bytes{model_name="M"}'
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while beyond not in text and time.monotonic() < end:  # the first scrape begins to estimate
         time.sleep(0.2)
         text = httpx.get(f"{process.url}/metrics").text

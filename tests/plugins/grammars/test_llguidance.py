@@ -66,14 +66,14 @@ CASES = [
 def test_right_texts_pass_and_wrong_ones_do_not(
     tokenizer, compiler, constraint, right, wrong
 ) -> None:
-    grammar = compiler(constraint).result(30)
+    grammar = compiler(constraint).result(300)
     for text, expected in [(t, True) for t in right] + [(t, False) for t in wrong]:
         assert takes(tokenizer, grammar, text, VOCABULARY) is expected, text
 
 
 def test_random_walks_are_valid(tokenizer, compiler) -> None:
     schema = {"type": "array", "items": {"enum": [1, "two", None]}, "minItems": 1, "maxItems": 3}
-    grammar = compiler(StructuredOutputs(json=schema)).result(30)
+    grammar = compiler(StructuredOutputs(json=schema)).result(300)
     texts = [wander(tokenizer, grammar, seed, VOCABULARY) for seed in range(10)]
     values = [json.loads(text) for text in texts if text]
     assert len(values) > 5
@@ -97,13 +97,13 @@ def test_random_walks_are_valid(tokenizer, compiler) -> None:
 )  # fmt: skip
 def test_bad_constraints_are_refused(compiler, fields) -> None:
     with pytest.raises(RequestError) as caught:
-        compiler(StructuredOutputs(**fields)).result(30)
+        compiler(StructuredOutputs(**fields)).result(300)
     assert caught.value.param == "structured_outputs"
     assert len(caught.value.message) < 500
 
 
 def test_matchers_are_independent_and_roll_back(tokenizer, compiler) -> None:
-    grammar = compiler(StructuredOutputs(choice=["abc", "abd"])).result(30)
+    grammar = compiler(StructuredOutputs(choice=["abc", "abd"])).result(300)
     one, other = grammar.matcher(), grammar.matcher()
     before = allowed(one, VOCABULARY)
     ids = tokenizer.encode("abc", add_special_tokens=False)
@@ -122,7 +122,7 @@ def test_matchers_are_independent_and_roll_back(tokenizer, compiler) -> None:
 def test_it_takes_what_the_preferred_backend_rejects(tokenizer, backends) -> None:
     ordered = sorted(backends.values(), key=lambda backend: -backend.preference)
     assert ordered[0] is backends["xgrammar"]
-    grammar = GrammarCompiler(ordered, workers=1)(StructuredOutputs(json=EVEN)).result(30)
+    grammar = GrammarCompiler(ordered, workers=1)(StructuredOutputs(json=EVEN)).result(300)
     assert takes(tokenizer, grammar, "6", VOCABULARY)
     assert not takes(tokenizer, grammar, "7", VOCABULARY)
 

@@ -70,13 +70,13 @@ CASES = [
 def test_right_texts_pass_and_wrong_ones_do_not(
     tokenizer, compiler, constraint, right, wrong
 ) -> None:
-    grammar = compiler(constraint).result(30)
+    grammar = compiler(constraint).result(300)
     assert [takes(tokenizer, grammar, text, VOCABULARY) for text in right] == [True] * len(right)
     assert [takes(tokenizer, grammar, text, VOCABULARY) for text in wrong] == [False] * len(wrong)
 
 
 def test_random_walks_are_valid(tokenizer, compiler) -> None:
-    grammar = compiler(StructuredOutputs(json=PERSON, disable_any_whitespace=True)).result(30)
+    grammar = compiler(StructuredOutputs(json=PERSON, disable_any_whitespace=True)).result(300)
     texts = [
         text
         for text in (wander(tokenizer, grammar, seed, VOCABULARY) for seed in range(20))
@@ -91,7 +91,7 @@ def test_random_walks_are_valid(tokenizer, compiler) -> None:
 
 
 def test_special_tokens_are_no_text(tokenizer, compiler) -> None:
-    grammar = compiler(StructuredOutputs(regex=".*")).result(30)
+    grammar = compiler(StructuredOutputs(regex=".*")).result(300)
     specials = tokenizer.special_ids - set(tokenizer.stop_ids)
     assert specials
     assert not specials & set(allowed(grammar.matcher(), VOCABULARY))
@@ -99,7 +99,7 @@ def test_special_tokens_are_no_text(tokenizer, compiler) -> None:
 
 
 def test_matchers_are_independent_and_roll_back(tokenizer, compiler) -> None:
-    grammar = compiler(StructuredOutputs(choice=["abc", "abd"])).result(30)
+    grammar = compiler(StructuredOutputs(choice=["abc", "abd"])).result(300)
     one, other = grammar.matcher(), grammar.matcher()
     before = allowed(one, VOCABULARY)
     ids = tokenizer.encode("abc", add_special_tokens=False)
@@ -116,7 +116,7 @@ def test_matchers_are_independent_and_roll_back(tokenizer, compiler) -> None:
 
 
 def test_a_complete_text_that_may_go_on_is_not_finished(tokenizer, compiler) -> None:
-    matcher = compiler(StructuredOutputs(regex="a+")).result(30).matcher()
+    matcher = compiler(StructuredOutputs(regex="a+")).result(300).matcher()
     matcher.accept(tokenizer.encode("a", add_special_tokens=False)[0])
     assert not matcher.finished
 
@@ -170,7 +170,7 @@ BAD = [
 @pytest.mark.parametrize("fields", BAD, ids=range(len(BAD)))
 def test_bad_constraints_are_refused(compiler, fields) -> None:
     with pytest.raises(RequestError) as caught:
-        compiler(StructuredOutputs(**fields)).result(30)
+        compiler(StructuredOutputs(**fields)).result(300)
     assert caught.value.param == "structured_outputs"
     assert ".cc:" not in caught.value.message
     assert len(caught.value.message) < 700
@@ -198,7 +198,7 @@ def test_bad_constraints_are_refused(compiler, fields) -> None:
 def test_schemas_that_only_look_unsupported(backend, compiler, schema) -> None:
     constraint = StructuredOutputs(json=json.dumps(schema))
     assert backend.rejects(constraint) is None
-    compiler(constraint).result(30)
+    compiler(constraint).result(300)
 
 
 @pytest.mark.usefixtures("own_interpreters")

@@ -64,7 +64,7 @@ def test_a_row_is_preempted_while_its_blocks_are_saved(
         preempted.set()
 
     def wait(self: Any, blocks: Any, into: Any) -> None:
-        waited.append(preempted.wait(20))
+        waited.append(preempted.wait(300))
         save(self, blocks, into)
 
     monkeypatch.setattr(BudgetScheduler, "_preempt", note)

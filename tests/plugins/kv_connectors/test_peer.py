@@ -226,7 +226,7 @@ def test_layers_are_sent_while_later_ones_are_computed(
     monkeypatch.setattr(BlockCopier, "load", noted)
     with pair(model(), {"shared_memory": shared}) as (first, second):
         last = last_attention(first)
-        last.register_forward_pre_hook(lambda *_: in_time.append(came.wait(60)))
+        last.register_forward_pre_hook(lambda *_: in_time.append(came.wait(300)))
         port = transfers(first)._mover._port
         with fetching(second, port) as future:
             prefill(first, 1)
@@ -512,7 +512,7 @@ def test_servers_behind_a_proxy(model: Callable[..., str], expected: list[Any]) 
             transport = httpx.ASGITransport(app=create_app(llm, llm.info.config).app)
             clients.append(httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1"))
         try:
-            return await asyncio.wait_for(proxy(*clients), 120)
+            return await asyncio.wait_for(proxy(*clients), 300)
         finally:
             for llm, client in zip(engines, clients, strict=True):
                 await client.aclose()

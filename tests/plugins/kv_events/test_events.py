@@ -344,7 +344,7 @@ class Heard:
 
     def wait(self, last: Any) -> list[Any]:
         with self._changed:
-            assert self._changed.wait_for(lambda: last in self.news, 30)
+            assert self._changed.wait_for(lambda: last in self.news, 300)
             news, self.news = self.news, []
         return news
 

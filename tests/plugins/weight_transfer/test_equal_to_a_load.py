@@ -136,7 +136,7 @@ def share(folder: Path, pipe: Connection) -> None:
 
 def announce(port: int, pipe: Connection) -> None:
     """A trainer that meets the workers, and sends nothing."""
-    sender = WeightBroadcaster("127.0.0.1", port, timeout=60)
+    sender = WeightBroadcaster("127.0.0.1", port, timeout=300)
     sender.connect()
     pipe.send("connected")
     pipe.recv()
@@ -192,10 +192,10 @@ def test_a_broadcast_that_never_comes(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     trainer = Killed(announce, port)
-    config = {"backend": "gloo", "timeout": 60}
+    config = {"backend": "gloo", "timeout": 300}
     with LLM(str(folder), **FLAGS, weight_transfer_config=config) as llm:
         before = answer(llm)
-        llm.init_weight_transfer_engine(WeightBroadcaster("127.0.0.1", port, timeout=60).init_info)
+        llm.init_weight_transfer_engine(WeightBroadcaster("127.0.0.1", port, timeout=300).init_info)
         assert trainer.pipe.recv() == "connected"
         trainer.kill()
         llm.start_weight_update()

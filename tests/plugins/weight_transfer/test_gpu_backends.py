@@ -137,7 +137,7 @@ def test_broadcasts_between_gpus(models: tuple[Path, Path], nccl: None) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    trainer = WeightBroadcaster("127.0.0.1", port, collective="nccl", timeout=60)
+    trainer = WeightBroadcaster("127.0.0.1", port, collective="nccl", timeout=300)
     with LLM(str(one), weight_transfer_config={"backend": "nccl"}, **FLAGS) as llm:
         for call, info in (
             (trainer.connect, (llm.init_weight_transfer_engine, trainer.init_info)),

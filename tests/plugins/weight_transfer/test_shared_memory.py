@@ -48,7 +48,7 @@ def test_the_mapping_ends_with_its_trainer(backend, monkeypatch):
     with SharedWeights({"a": torch.zeros(5000)}) as shared:
         read(backend, shared.info)
         (watch,) = set(threading.enumerate()) - before
-    watch.join(10)
+    watch.join(300)
     assert not watch.is_alive()
     assert backend._kept._memory is None
     with pytest.raises(RequestError, match="segment"):

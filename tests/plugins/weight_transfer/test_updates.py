@@ -507,9 +507,9 @@ def free_port() -> int:
 
 def test_broadcast(folders: tuple[Path, Path], expected: Answer) -> None:
     """Values that turn out bad when others are in place leave an engine that says so."""
-    config = {"backend": "gloo", "timeout": 30}
+    config = {"backend": "gloo", "timeout": 300}
     tensors = tensors_of(folders[1])
-    sender = WeightBroadcaster("127.0.0.1", free_port(), timeout=30)
+    sender = WeightBroadcaster("127.0.0.1", free_port(), timeout=300)
 
     def send(sent: dict[str, Tensor]) -> None:
         thread = threading.Thread(target=sender.send, args=(sent,))

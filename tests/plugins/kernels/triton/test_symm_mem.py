@@ -106,7 +106,7 @@ def together(ranks, work):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     return results
 
 

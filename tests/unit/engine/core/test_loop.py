@@ -95,7 +95,7 @@ def test_an_engine_that_fails_again_and_again_is_dead() -> None:
         engine.submit(request(f"r{number}", [9]))
         while f"r{number}" not in seen.finished:
             time.sleep(0.001)
-    thread.join(5)
+    thread.join(300)
     assert not thread.is_alive()
     assert isinstance(seen.death, EngineDead)
     assert "modulm_engine_failed" in notices
@@ -186,11 +186,11 @@ def test_calls_run_between_steps_and_return_or_raise() -> None:
     engine, _ = make_engine(executor)
     thread = threading.Thread(target=engine.run)
     thread.start()
-    assert engine.call(lambda: threading.current_thread() is thread).result(5)
+    assert engine.call(lambda: threading.current_thread() is thread).result(300)
     with pytest.raises(ZeroDivisionError):
-        engine.call(lambda: 1 / 0).result(5)
+        engine.call(lambda: 1 / 0).result(300)
     engine.stop()
-    thread.join(5)
+    thread.join(300)
     executor.stop()
 
 

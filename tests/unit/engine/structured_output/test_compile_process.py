@@ -180,7 +180,7 @@ def test_a_process_that_was_killed_is_replaced(
     os.kill(first, signal.SIGKILL)
     second = pid_of(compiler)
     assert second != first
-    compiler.compile(StructuredOutputs(regex=f"killed once {tmp_path / 'flag'}")).result(60)
+    compiler.compile(StructuredOutputs(regex=f"killed once {tmp_path / 'flag'}")).result(300)
     third = pid_of(compiler)
     assert third not in (first, second)
     assert "more memory than is allowed" in refused(compiler, "killed")

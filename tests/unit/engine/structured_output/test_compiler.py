@@ -99,14 +99,14 @@ def test_equal_constraints_share_one_grammar(backend) -> None:
     first, second = ask(compiler, "waiting"), ask(compiler, "waiting")
     assert not first.done()
     backend.go.set()
-    assert first.result(5) is second.result(5) is ask(compiler, "waiting").result(5)
+    assert first.result(300) is second.result(300) is ask(compiler, "waiting").result(300)
     assert backend.compiled == ["waiting"]
 
 
 def test_what_is_kept_is_bounded_and_least_recently_used_goes(backend) -> None:
     compiler = GrammarCompiler([backend], entries=2)
     for regex in ("a", "b", "a", "c", "a", "b"):
-        ask(compiler, regex).result(5)
+        ask(compiler, regex).result(300)
     assert backend.compiled == ["a", "b", "c", "b"]
 
 
@@ -116,7 +116,7 @@ def test_what_is_kept_is_bounded_and_least_recently_used_goes(backend) -> None:
 )
 def test_errors_are_the_requests(backend, regex, words) -> None:
     with pytest.raises(RequestError, match=words) as caught:
-        ask(GrammarCompiler([backend]), regex).result(30)
+        ask(GrammarCompiler([backend]), regex).result(300)
     assert caught.value.param == "structured_outputs"
 
 
@@ -126,7 +126,7 @@ def test_an_error_that_is_kept_does_not_grow_with_each_request_that_meets_it(bac
     depths = []
     for _ in range(20):
         with pytest.raises(RequestError, match="boom") as caught:
-            ask(compiler, "boom").result(30)
+            ask(compiler, "boom").result(300)
         depths.append(len(caught.traceback))
     assert set(depths[1:]) == {depths[1]}
     assert backend.compiled == ["boom"]
@@ -135,7 +135,7 @@ def test_an_error_that_is_kept_does_not_grow_with_each_request_that_meets_it(bac
 def test_a_second_backend_takes_what_the_first_rejects(backend) -> None:
     other = Backend()
     other.rejects = lambda constraint: None
-    ask(GrammarCompiler([backend, other]), "reject").result(5)
+    ask(GrammarCompiler([backend, other]), "reject").result(300)
     assert (backend.compiled, other.compiled) == ([], ["reject"])
 
 
@@ -145,8 +145,8 @@ def test_only_so_many_may_wait(backend) -> None:
     with pytest.raises(QueueFull):
         ask(compiler, "a")
     backend.go.set()
-    wait(futures, 30)
-    assert ask(compiler, "a").result(30)
+    wait(futures, 300)
+    assert ask(compiler, "a").result(300)
 
 
 def test_one_that_waited_too_long_may_be_asked_again(backend) -> None:
@@ -160,7 +160,7 @@ def test_the_bytes_of_what_is_kept_are_bounded(backend, monkeypatch) -> None:
     monkeypatch.setattr(Anything, "nbytes", 40)
     compiler = GrammarCompiler([backend], size=100)
     for regex in ("a", "b", "c", "b", "a"):
-        ask(compiler, regex).result(5)
+        ask(compiler, regex).result(300)
     assert backend.compiled == ["a", "b", "c", "a"]
 
 
@@ -202,7 +202,7 @@ def test_ordinary_constraints_need_no_process(backend, fields, ordinary) -> None
     asked = []
     backend.compile = lambda constraint: Anything()
     constraint = StructuredOutputs(**fields)
-    GrammarCompiler([backend], check=asked.append)(constraint).result(5)
+    GrammarCompiler([backend], check=asked.append)(constraint).result(300)
     assert asked == ([] if ordinary else [constraint])
 
 
