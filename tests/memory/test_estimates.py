@@ -41,11 +41,14 @@ from modulm_server.command import command as serve_command
 TOLERANCE = 0.05
 #: Tokens of the prompt whose activations are measured.
 TOKENS = 255
-#: Sliding and latent caches, states; experts; sparse attention; tied heads; ranks and formats.
+#: Sliding and latent caches, states; experts, also with a model's own op; sparse attention; tied
+#: heads; whole texts; ranks and formats.
 SAMPLE = (
     ("Gemma3ForCausalLM", {"quantization": "int4", "kv_cache_dtype": "int8"}),
     ("DeepseekV32ForCausalLM", {"tensor_parallel_size": 2}),
     ("Qwen3NextForCausalLM", {}),
+    ("HYV4ForCausalLM", {}),
+    ("LlamaBidirectionalModel", {}),
 )
 AT_LOAD = (None, "int8", "int4", "fp8")
 STORED = ("gptq-desc-act",)

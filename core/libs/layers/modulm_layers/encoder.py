@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -34,6 +35,8 @@ __all__ = [
 _OF_STEP: WeakKeyDictionary[Batch, tuple[Segment, ...]] = WeakKeyDictionary()
 #: Row lengths are padded to a multiple of this, so that a step of short texts needs few calls.
 _MULTIPLE = 16
+#: Queries of a layer with a window that are computed at once, with the keys near them.
+_QUERIES = 256
 
 
 @frozen(eq=False)
@@ -172,13 +175,27 @@ def _attend(
     grouped = q.shape[1] != k.shape[1]
     shape = (segment.rows, segment.length)
     q, k, v = (torch.unflatten(t[segment.indices], 0, shape).transpose(1, 2) for t in (q, k, v))
-    mask = segment.mask
-    if window is not None and segment.length > window + 1:
-        at = torch.arange(segment.length, device=q.device)
-        near = (at[:, None] - at[None, :]).abs() <= window
-        mask = near if mask is None else mask & near
-    seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    return seen.transpose(1, 2)
+    mask, length = segment.mask, segment.length
+    attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=grouped)
+    if window is None or length <= window + 1:
+        return attend(q, k, v, attn_mask=mask).transpose(1, 2)
+    out = q.new_empty(segment.rows, length, q.shape[1], v.shape[-1])
+    for first in range(0, length, _QUERIES):
+        end = min(first + _QUERIES, length)
+        begin, last = max(first - window, 0), min(end + window, length)
+        near = _band(end - first, last - begin, first - begin, window, q.device)
+        if mask is not None:
+            rows = slice(first, end) if mask.shape[2] > 1 else slice(None)
+            near = near & mask[:, :, rows, begin:last]
+        queries, keys, values = q[:, :, first:end], k[:, :, begin:last], v[:, :, begin:last]
+        out[:, first:end] = attend(queries, keys, values, attn_mask=near).transpose(1, 2)
+    return out
+
+
+def _band(queries: int, keys: int, first: int, window: int, device: torch.device) -> Tensor:
+    """Return [queries, keys] bool: whether a query sees a key. first: key of the first query."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return seen.tril(first + window).triu(first - window)
 
 
 class Encoder(Module, Model):

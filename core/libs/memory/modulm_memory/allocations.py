@@ -24,7 +24,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live: list[int] = []
         self._live: dict[int, tuple[Any, int]] = {}
-        self._older: set[int] = set()
+        # References keep the addresses of freed storages from being used again.
+        self._older: dict[int, Any] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -41,16 +42,20 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation and count its results, unless they are views of older tensors."""
         for storage in _storages((args, kwargs)):
-            if storage._cdata not in self._live:
-                self._older.add(storage._cdata)
+            if storage._cdata not in self._live and storage._cdata not in self._older:
+                self._older[storage._cdata] = _reference(storage)
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             if storage._cdata not in self._older:
-                alive: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._live[storage._cdata] = (alive, storage.nbytes())
+                self._live[storage._cdata] = (_reference(storage), storage.nbytes())
         self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
         self.live.append(sum(size for _, size in self._live.values()))
         return result
+
+
+def _reference(storage: torch.UntypedStorage) -> Any:
+    """Return a weak reference to a storage."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:

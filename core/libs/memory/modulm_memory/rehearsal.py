@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Growth", "rehearse", "step_allocations"]
 
-#: Tokens of the shortest prompt; the others have two and three times as many. One less than a
-#: multiple of blocks of caches and, with recurrent layers, of their chunks, so that what these pad
-#: is allocated.
-_TOKENS, _TOKENS_OF_STATES = 31, 127
-#: Smallest part of a size that is a square term; less is rounding.
-_SQUARE = 0.002
+#: The prompts have one token less than once, twice and three times as many: multiples of the sizes
+#: that layers pad texts, blocks and, with recurrent layers, chunks to. All pad one token, so that
+#: padding is allocated but does not look like growth.
+_MULTIPLE, _MULTIPLE_OF_STATES = 32, 128
+#: One more than the tokens of a prompt that checks what seems to grow with pairs of tokens, since
+#: layers may compute longer prompts piece by piece; and the error that is exact enough.
+_FAR, _EXACT = 1024, 1e-3
 #: Media of models whose encoder reads the prompt.
 _TEXT = ("text",)
 
@@ -50,7 +51,8 @@ _TEXT = ("text",)
 class Growth:
     """Bytes that are alive at each moment of a step.
 
-    terms: [moments, 3] float64: constant, per token, and per pair of tokens.
+    terms: [moments, 4] float64: constant, per token of the step, per token of the sequence so far,
+    and per pair of both.
     """
 
     terms: np.ndarray
@@ -60,22 +62,48 @@ class Growth:
 
         context: tokens of a sequence so far, by default those of the step.
         """
-        factors = np.array([1.0, tokens, float(tokens) * (context or tokens)])
+        context = context or tokens
+        factors = np.array([1.0, tokens, context, float(tokens) * context])
         return round(float((self.terms @ factors).max(initial=0.0)))
 
-    @classmethod
-    def through(cls, tokens: int, sizes: Sequence[Sequence[int]]) -> Growth:
-        """Fit the sizes at each moment of steps of `tokens`, twice and three times as many tokens.
+    @property
+    def has_pairs(self) -> bool:
+        """Whether anything grows with pairs of tokens."""
+        return bool(self.terms[:, 3].any())
 
-        Steps of different moments are compared by their largest sizes.
+    @classmethod
+    def through(
+        cls,
+        tokens: Sequence[int],
+        sizes: Sequence[Sequence[int]],
+        ahead: Sequence[Sequence[int]] = (),
+        *,
+        pairs: bool = True,
+    ) -> Growth:
+        """Fit the sizes at each moment of steps of three prompts.
+
+        Args:
+            tokens: of the prompts, equally far apart.
+            sizes: of their steps. Steps of different moments are compared by their largest sizes.
+            ahead: of steps of the first prompt's length, in sequences of the second and the third
+                one's; otherwise nothing grows with the sequence alone.
+            pairs: whether anything may grow with pairs of tokens.
         """
-        if len({len(each) for each in sizes}) > 1:
-            sizes = [[max(each)] for each in sizes]
+        if len({len(each) for each in (*sizes, *ahead)}) > 1:
+            sizes, ahead = [[max(each)] for each in sizes], [[max(each)] for each in ahead]
         one, two, three = (np.array(each, dtype=np.float64) for each in sizes)
-        square = (three - 2 * two + one) / 2
-        square[np.abs(square) < _SQUARE * three] = 0
-        slope = np.where(square == 0, (three - one) / 2, two - one - 3 * square)
-        return cls(np.stack([one - slope - square, slope / tokens, square / tokens**2], -1))
+        first, second, third = tokens
+        square = (three - 2 * two + one) / (2 * (second - first) ** 2) * pairs
+        slope = (three - one) / (third - first) - square * (first + third)
+        constant = one - slope * first - square * first**2
+        if not ahead:
+            return cls(np.stack([constant, slope, 0 * slope, square], -1))
+        near, far = (np.array(each, dtype=np.float64) for each in ahead)
+        context = (far - near) / (third - second) - square * first
+        slope = slope - context
+        # What continues a sequence may need more than what begins one.
+        more = near - (constant + slope * first + context * second + square * first * second)
+        return cls(np.stack([constant + more.clip(0), slope, context, square], -1))
 
 
 class _NoWeights(QuantizationMethod):
@@ -105,16 +133,29 @@ class _NoWeights(QuantizationMethod):
         return x.new_zeros(*x.shape[:-1], _spec(layer).outputs)
 
     def experts(self, layer: Module) -> object:
-        return _spec(layer)
+        return _NoExperts(_spec(layer), self._device)
 
     def embed(self, layer: Module, ids: Tensor) -> Tensor:
-        return self._zeros(_spec(layer), len(ids))
+        return _zeros(_spec(layer), len(ids), self._device)
 
     def dequantize(self, layer: Module, spec: LinearSpec) -> Tensor:
-        return self._zeros(spec, spec.outputs)
+        return _zeros(spec, spec.outputs, self._device)
 
-    def _zeros(self, spec: LinearSpec, rows: int) -> Tensor:
-        return torch.zeros(rows, spec.inputs, dtype=getattr(torch, spec.dtype), device=self._device)
+
+@frozen(eq=False)
+class _NoExperts:
+    """A stack of experts without weights. A model with an op of its own gets zeros by index."""
+
+    spec: LinearSpec
+    device: torch.device
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """Return a weight [outputs, inputs], as packed stacks do."""
+        return _zeros(self.spec, self.spec.outputs, self.device)
+
+
+def _zeros(spec: LinearSpec, rows: int, device: torch.device) -> Tensor:
+    return torch.zeros(rows, spec.inputs, dtype=getattr(torch, spec.dtype), device=device)
 
 
 def _spec(layer: Module) -> LinearSpec:
@@ -122,10 +163,10 @@ def _spec(layer: Module) -> LinearSpec:
 
 
 def _mix(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: object, down: LinearSpec, **more: object
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: object, down: _NoExperts, **more: object
 ) -> Tensor:
     """The op `fused_experts` for layers without weights."""
-    return x.new_zeros(len(x), down.outputs)
+    return x.new_zeros(len(x), down.spec.outputs)
 
 
 class _Substituted(SimpleNamespace):
@@ -152,13 +193,43 @@ def rehearse(
     what layers raise that do not run without weights.
     """
     model, shared = _build(built, masks=masks)
-    states = any(isinstance(cache.spec, StateSpec) for cache in model.caches)
-    tokens = max(min(_TOKENS_OF_STATES if states else _TOKENS, shared.max_length // 3), 1)
-    for table in shared.ropes.values():
-        table.fill(3 * tokens, shared.max_length, shared.device)
     caches = allocate(model.caches, groups, [2] * len(groups), platform)
-    sizes = [step_allocations(model, groups, caches, platform, tokens * i) for i in (1, 2, 3)]
-    return Growth.through(tokens, sizes)
+    for table in shared.ropes.values():
+        table.fill(min(_FAR, shared.max_length), shared.max_length, shared.device)
+
+    def step(tokens: int, context: int = 0) -> list[int]:
+        return step_allocations(model, groups, caches, platform, tokens, context)
+
+    states = any(isinstance(cache.spec, StateSpec) for cache in model.caches)
+    tokens = _prompts(shared.max_length, _MULTIPLE_OF_STATES if states else _MULTIPLE)
+    continues = bool(model.caches) and tuple(model.media) != _TEXT
+    growth = _fitted(step, tokens, continues)[-1]
+    far = (shared.max_length + 1) // (tokens[0] + 1) * (tokens[0] + 1) - 1
+    far = min(far, _FAR - 1)
+    if not growth.has_pairs or far <= tokens[-1]:
+        return growth
+    size = max(step(far))
+    fits = [growth, *_fitted(step, _prompts(far, _FAR // 4), continues)]
+    return min(fits, key=lambda fit: max(abs(fit.at(far) - size), _EXACT * size))
+
+
+def _fitted(
+    step: Callable[..., list[int]], tokens: Sequence[int], continues: bool
+) -> tuple[Growth, Growth]:
+    """Fit steps of three prompts: without what grows with pairs of tokens, and with it.
+
+    continues: whether steps may continue sequences.
+    """
+    sizes = [step(count) for count in tokens]
+    ahead = [step(tokens[0], context) for context in tokens[1:] if continues]
+    return Growth.through(tokens, sizes, ahead, pairs=False), Growth.through(tokens, sizes, ahead)
+
+
+def _prompts(longest: int, multiple: int) -> list[int]:
+    """Return the tokens of three prompts of at most `longest` tokens, one less than multiples."""
+    while multiple > 2 and 3 * multiple - 1 > longest:
+        multiple //= 2
+    return [multiple * count - 1 for count in (1, 2, 3)]
 
 
 @torch.inference_mode()
@@ -168,15 +239,19 @@ def step_allocations(
     caches: tuple[tuple[Any, ...], tuple[int, ...]],
     platform: Platform,
     tokens: int,
+    context: int = 0,
 ) -> list[int]:
     """Compute a prompt of `tokens` tokens; return the bytes of its tensors after each operation.
 
-    caches: as `allocate` returns them. The prompt of a model with an encoder of texts is the
-    encoder's; its decoder computes one token.
+    caches: as `allocate` returns them. context: tokens of the sequence with these, which are its
+    last ones. The prompt of a model with an encoder of texts is the encoder's; its decoder computes
+    one token.
     """
     encodes = tuple(model.media) == _TEXT
     counts = np.array([1 if encodes else tokens], dtype=np.int32)
-    plan = null_plan(counts, [group.block_size for group in groups])
+    plan = null_plan(counts, [group.block_size for group in groups], context)
+    if context:
+        plan = evolve(plan, starts=context - counts)
     with Allocations() as allocations:
         builder = BatchBuilder(
             GroupPlanner.all(groups), *caches, rows=2, tokens=tokens, platform=platform
