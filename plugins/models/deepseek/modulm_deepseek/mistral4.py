@@ -44,7 +44,6 @@ class Mistral4Config(DeepseekConfig):
     CHOICE_BIAS: ClassVar[bool] = False
 
     kv_lora_rank: int = size(256)
-    q_lora_rank: int | None = size(1024)
     qk_nope_head_dim: int = size(64)
     qk_rope_head_dim: int = size(64)
     v_head_dim: int = size(128)
@@ -75,6 +74,8 @@ class Mistral4Config(DeepseekConfig):
         """Rotate all of `qk_rope_head_dim`; files state its part of a whole head."""
         table = dict(self.rope_scaling or self.rope_parameters or {})
         table.setdefault("rope_theta", self.rope_theta)
+        if self.original_max_position_embeddings is not None:
+            table["original_max_position_embeddings"] = self.original_max_position_embeddings
         return parse_rope(
             {**table, "partial_rotary_factor": 1.0},
             head_size=self.qk_rope_head_dim,

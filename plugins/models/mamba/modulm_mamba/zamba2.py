@@ -53,7 +53,10 @@ class Zamba2Config(DecoderConfig):
     `num_mem_blocks` of them, which hybrid layers take in turn.
     """
 
-    ALIASES: ClassVar[Mapping[str, str]] = {"layers_block_type": "layer_types"}
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "layers_block_type": "layer_types",
+        "attention_head_dim": "head_dim",
+    }
 
     intermediate_size: int | None = size(None)
     hidden_act: str = "gelu"
@@ -82,6 +85,8 @@ class Zamba2Config(DecoderConfig):
         super().__attrs_post_init__()
         if set(self.layer_types or ()) - {_MAMBA, _HYBRID}:
             raise ValueError(f"layers_block_type: known are {_MAMBA}, {_HYBRID}")
+        # Without tied weights, transformers gives each layer that runs a shared block its own.
+        only(self, tie_word_embeddings=(True,))
         if self.use_shared_attention_adapter:
             only(self, num_key_value_heads=(None, self.num_attention_heads))
         if self.mamba_expand * self.hidden_size % self.n_mamba_heads:
@@ -93,7 +98,7 @@ class Zamba2Config(DecoderConfig):
     @property
     def head_size(self) -> int:
         """Attention reads the stream and the embedding, so its heads are twice as wide."""
-        return 2 * self.hidden_size // self.num_attention_heads
+        return self.head_dim or 2 * self.hidden_size // self.num_attention_heads
 
     @property
     def hybrids(self) -> tuple[int, ...]:
