@@ -65,7 +65,7 @@ def table() -> str:
     return text + (
         "\nThe last columns of the table are the largest errors. The sizes of each architecture\n"
         f"are in `{RECORD.relative_to(ROOT)}`, also of models\n"
-        "with media: for 12 of 80, activations in some format are off by more than 5 %, up to 26 %.\n"
+        "with media: for 12 of 80, activations in some format miss 5 %, by up to 26 %.\n"
         "`make test-all` compares the other families, and stored formats (of those, weights and\n"
         "caches).\n"
     )
