@@ -57,19 +57,51 @@ inline void fp8_few_sums(const Weight& w, int64_t panel, Rows<bf16> narrow, int6
   }
 }
 
+// k that are decoded at a time for all rows: products of pairs use them from the second-level cache,
+// so that sums stay in registers for longer.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr int64_t kDecodedChunk = 1024;
+#else
+constexpr int64_t kDecodedChunk = kChunk;
+#endif
+
+#if defined(MODULM_SCALED_TILES)
+// The group's scales of the panel's columns.
+inline void load_group(const Weight& w, int64_t panel, int64_t group, float (&scales)[kPanel]) {
+  const int64_t first = w.scale_index(panel, group);
+  for (int c = 0; c < w.width(panel); c += kLanes)
+    store(scales + c, load_scales(w.scales, first + c, w.scale_dtype));
+}
+#endif
+
 }  // namespace
 
 void fp8_sums(const Weight& w, int64_t panel, Rows<bf16> x, int64_t rows, float* sums) {
-  if (fp8_in_registers(rows, w.width(panel))) return fp8_few_sums(w, panel, x, rows, sums);
   int width = w.width(panel);
-  float* part = w.grouped() ? sums_of(rows, kGroupSums) : sums;
-  auto decoded = static_cast<uint32_t*>(scratch(kDecoded, kChunk * kPanel * 2));
+  if (fp8_in_registers(rows, width, w.grouped())) return fp8_few_sums(w, panel, x, rows, sums);
+  auto decoded = static_cast<uint32_t*>(scratch(kDecoded, kDecodedChunk * kPanel * 2));
   const uint8_t* codes = w.panel(panel);
+#if defined(MODULM_SCALED_TILES)
+  if (w.grouped() && w.group <= kDecodedChunk) {
+    alignas(64) float scales[kPanel];
+    for (int64_t group = 0; group < w.groups(); group++) {
+      const int64_t k = group * w.group;
+      decode(w.format, codes + w.bytes(k, width), decoded, w.group, width);
+      load_group(w, panel, group, scales);
+      for_row_blocks(rows, kBlockRows, [&](int64_t r, int n) {
+        add_product(n, x.data + r * x.stride + k, x.stride, decoded, width, w.group / 2, scales,
+                    sums + r * kPanel);
+      });
+    }
+    return;
+  }
+#endif
+  float* part = w.grouped() ? sums_of(rows, kGroupSums) : sums;
   for (int64_t group = 0; group < w.groups(); group++) {
     int64_t k = group * w.group, end = k + w.group;
     if (w.grouped()) zero(part, rows);
-    for (; k < end; k += kChunk) {
-      int64_t ks = end - k < kChunk ? end - k : kChunk;
+    for (; k < end; k += kDecodedChunk) {
+      int64_t ks = end - k < kDecodedChunk ? end - k : kDecodedChunk;
       decode(w.format, codes + w.bytes(k, width), decoded, ks, width);
       for_row_blocks(rows, kBlockRows, [&](int64_t r, int n) {
         multiply(n, x.data + r * x.stride + k, x.stride, decoded, width, width, ks / 2,

@@ -152,9 +152,10 @@ inline void fp8_rows(const FP8Input* x, int64_t ldx, const uint8_t* codes, int w
 }
 
 // Whether codes are decoded in registers, again for every kFP8Rows rows: lookups run beside products.
-// Processors that stream by themselves do so for more rows (ADR 0363).
-inline bool fp8_in_registers(int64_t rows, int width) {
-  const int blocks = kFP8Blocks > 1 && streams_by_itself ? 11 : kFP8Blocks;
+// Processors that stream by themselves do so for more rows (ADR 0363), fewer if each group's sums
+// are scaled.
+inline bool fp8_in_registers(int64_t rows, int width, bool grouped) {
+  const int blocks = kFP8Blocks == 1 || !streams_by_itself ? kFP8Blocks : grouped ? 7 : 11;
   return rows <= kFP8Rows * blocks && width % kFP8Columns == 0;
 }
 
@@ -176,7 +177,7 @@ inline void multiply_fp8(int64_t rows, const FP8Input* x, int64_t ldx, const uin
 #else
 using FP8Input = bf16;
 constexpr int kFP8Rows = 1;
-inline bool fp8_in_registers(int64_t, int) { return false; }
+inline bool fp8_in_registers(int64_t, int, bool) { return false; }
 inline void multiply_fp8(int64_t, const FP8Input*, int64_t, const uint8_t*, int, int64_t, int64_t,
                          float*) {}
 #endif

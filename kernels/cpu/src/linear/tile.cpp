@@ -19,15 +19,17 @@ inline float high_of(uint32_t pair) {
 }
 #endif
 
-template <int Rows, int Vectors>
+// scales: null, or one for each column of sums that begin at zero and are added by them.
+template <int Rows, int Vectors, bool Scaled>
 inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
-                 float* sums, bool stream, Ahead* next) {
+                 float* sums, const float* scales, bool stream, Ahead* next) {
   const int64_t distance = next ? kAgainAhead : stream_distance(kStreamAhead);
   vf c[Rows][Vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < Vectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
+    for (int v = 0; v < Vectors; v++)
+      c[r][v] = Scaled ? vf{} : load(sums + r * kPanel + v * kLanes);
   for (int64_t k = 0; k < pairs; k++, b += ldb) {
     if (next) next->fetch();
     vu line[Vectors];
@@ -61,25 +63,28 @@ inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < Vectors; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
+    for (int v = 0; v < Vectors; v++) {
+      float* to = sums + r * kPanel + v * kLanes;
+      store(to, Scaled ? fused(c[r][v], load(scales + v * kLanes), load(to)) : c[r][v]);
+    }
 }
 
-template <int Vectors>
+template <int Vectors, bool Scaled>
 inline void tile_rows(int rows, const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb,
-                      int64_t pairs, float* sums, bool stream, Ahead* next) {
+                      int64_t pairs, float* sums, const float* scales, bool stream, Ahead* next) {
   switch (rows) {
-    case 1: return tile<1, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
-    case 2: return tile<2, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
+    case 1: return tile<1, Vectors, Scaled>(a, lda, b, ldb, pairs, sums, scales, stream, next);
+    case 2: return tile<2, Vectors, Scaled>(a, lda, b, ldb, pairs, sums, scales, stream, next);
 #if defined(MODULM_MANY_REGISTERS)
-    case 3: return tile<3, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
-    case 4: return tile<4, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
+    case 3: return tile<3, Vectors, Scaled>(a, lda, b, ldb, pairs, sums, scales, stream, next);
+    case 4: return tile<4, Vectors, Scaled>(a, lda, b, ldb, pairs, sums, scales, stream, next);
 #endif
 #if defined(MODULM_BF16_DOT)
-    case 5: return tile<5, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
-    case 6: return tile<6, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
+    case 5: return tile<5, Vectors, Scaled>(a, lda, b, ldb, pairs, sums, scales, stream, next);
+    case 6: return tile<6, Vectors, Scaled>(a, lda, b, ldb, pairs, sums, scales, stream, next);
 #endif
 #if defined(__AVX512BF16__)
-    case 7: return tile<7, Vectors>(a, lda, b, ldb, pairs, sums, stream, next);
+    case 7: return tile<7, Vectors, Scaled>(a, lda, b, ldb, pairs, sums, scales, stream, next);
 #endif
   }
 }
@@ -233,11 +238,25 @@ void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width
   constexpr int step = kTileVectors * kLanes;
   int c = 0;
   for (; c + step <= width; c += step)
-    tile_rows<kTileVectors>(rows, a, lda, b + c, ldb, pairs, sums + c, stream, next);
+    tile_rows<kTileVectors, false>(rows, a, lda, b + c, ldb, pairs, sums + c, nullptr, stream,
+                                   next);
   for (; c < width; c += kLanes)
-    tile_rows<1>(rows, a, lda, b + c, ldb, pairs, sums + c, stream, next);
+    tile_rows<1, false>(rows, a, lda, b + c, ldb, pairs, sums + c, nullptr, stream, next);
 #endif
 }
+
+#if defined(MODULM_SCALED_TILES)
+void add_product(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t pairs,
+                 const float* scales, float* sums) {
+  constexpr int step = kTileVectors * kLanes;
+  int c = 0;
+  for (; c + step <= width; c += step)
+    tile_rows<kTileVectors, true>(rows, a, lda, b + c, width, pairs, sums + c, scales + c, false,
+                                  nullptr);
+  for (; c < width; c += kLanes)
+    tile_rows<1, true>(rows, a, lda, b + c, width, pairs, sums + c, scales + c, false, nullptr);
+}
+#endif
 
 void multiply_floats(int rows, const float* a, int64_t lda, const float* b, int width, int64_t ks,
                      float* sums, bool stream) {

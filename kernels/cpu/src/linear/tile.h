@@ -47,6 +47,11 @@ constexpr int kBlockRows = 32;  // rows that one call may have at most
 constexpr int kBlockRows = kTileRows;
 #endif
 
+// Tiles whose sums are scaled as they are stored.
+#if !defined(__AMX_BF16__) && (defined(__AVX512F__) || !defined(__AVX2__))
+#define MODULM_SCALED_TILES 1
+#endif
+
 #if defined(__AVX2__) || defined(MODULM_MANY_REGISTERS)
 constexpr int kFloatRows = 6;
 #else
@@ -59,8 +64,15 @@ constexpr int kFloatRows = 2;
 void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t ldb,
               int64_t pairs, float* sums, bool stream = false, Ahead* next = nullptr);
 
-// The same for weights in fp32 or fp16: sums[rows][64] += a[rows][ks] * b[ks][0..width], a in fp32;
-// rows: 1 to kFloatRows.
+#if defined(MODULM_SCALED_TILES)
+// sums[rows][64] += scales[0..width] * (a[rows][2 pairs] * b[pairs][0..width][2]), the product in
+// fp32, begun at zero.
+void add_product(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t pairs,
+                 const float* scales, float* sums);
+#endif
+
+// As `multiply` for weights in fp32 or fp16: sums[rows][64] += a[rows][ks] * b[ks][0..width], a in
+// fp32; rows: 1 to kFloatRows.
 void multiply_floats(int rows, const float* a, int64_t lda, const float* b, int width, int64_t ks,
                      float* sums, bool stream);
 void multiply_floats(int rows, const float* a, int64_t lda, const fp16* b, int width, int64_t ks,
