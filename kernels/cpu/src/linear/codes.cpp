@@ -51,7 +51,7 @@ inline void fp8_few_sums(const Weight& w, int64_t panel, Rows<bf16> narrow, int6
     if (w.grouped()) zero(part, rows);
     for_row_blocks(rows, int(div_up(rows, tiles)), [&](int64_t r, int n) {
       multiply_fp8(n, x.data + r * x.stride + k, x.stride, w.panel(panel) + w.bytes(k, width), width,
-                   w.group, far, part + r * kPanel);
+                   w.group, far, follows, part + r * kPanel);
     });
     if (w.grouped()) add_group(w, panel, group, rows, part, sums);
   }

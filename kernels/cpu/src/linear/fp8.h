@@ -76,14 +76,17 @@ class DecoderE4M3 {
 #if defined(MODULM_FP8_IN_REGISTERS)
 constexpr int kFP8Columns = 2 * kLanes;  // of a line of codes
 constexpr int kFP8Pairs = 16;            // of k that a tile has
+// The most if a tile asks for what follows: fewer sums are stored.
+constexpr int kFP8FollowedPairs = 128;
 
 #if defined(__AMX_BF16__)
 using FP8Input = float;
 
 // 16 pairs of k, two vectors of columns; sums are not sorted. Not inlined: see few_pairs.
-template <int Rows>
+template <int Rows, bool>
 [[gnu::noinline]] void fp8_square(const DecoderE4M3& decode, const float* x, int64_t ldx,
-                                  const uint8_t* codes, int64_t ldb, int64_t far, float* sums) {
+                                  const uint8_t* codes, int64_t ldb, int, int64_t far,
+                                  float* sums) {
   const int64_t near = stream_distance(kNearAhead);
   vf even[Rows][2] = {}, odd[Rows][2] = {};
   for (int k = 0; k < kFP8Pairs; k++, codes += ldb) {
@@ -110,16 +113,18 @@ template <int Rows>
 #else
 using FP8Input = bf16;
 
-template <int Rows>
+template <int Rows, bool Followed>
 [[gnu::noinline]] void fp8_square(const DecoderE4M3& decode, const bf16* x, int64_t ldx,
-                                  const uint8_t* codes, int64_t ldb, int64_t far, float* sums) {
+                                  const uint8_t* codes, int64_t ldb, int pairs_of_k, int64_t far,
+                                  float* sums) {
   const int64_t near = stream_distance(kNearAhead);
   vf c[Rows][2];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
     for (int v = 0; v < 2; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
-  for (int k = 0; k < kFP8Pairs; k++, codes += ldb) {
+  const int count = Followed ? pairs_of_k : kFP8Pairs;
+  for (int k = 0; k < count; k++, codes += ldb) {
     __builtin_prefetch(codes + far, 0, 2);
     __builtin_prefetch(codes + near);
     vu pairs[2];
@@ -138,48 +143,61 @@ template <int Rows>
 }
 #endif
 
-template <int Rows>
+template <int Rows, bool Followed>
 inline void fp8_rows(const FP8Input* x, int64_t ldx, const uint8_t* codes, int width, int64_t ks,
                      int64_t far, float* sums) {
   const DecoderE4M3 decode;
   [[maybe_unused]] FlushDenormals flush;
+  constexpr int most = Followed ? kFP8FollowedPairs : kFP8Pairs;
   const int64_t ldb = 2 * width;
-  for (int64_t k = 0; k < ks; k += 2 * kFP8Pairs, codes += kFP8Pairs * ldb)
+  for (int64_t k = 0; k < ks; k += 2 * most, codes += most * ldb) {
+    const int64_t left = (ks - k) / 2;
+    const int count = left < most ? int(left) : most;
     for (int c = 0; c < width; c += kFP8Columns)
-      fp8_square<Rows>(decode, x + k, ldx, codes + 2 * c, ldb, far, sums + c);
+      fp8_square<Rows, Followed>(decode, x + k, ldx, codes + 2 * c, ldb, count, far, sums + c);
+  }
   for (int r = 0; r < Rows; r++)
     for (int c = 0; c < width; c += kFP8Columns) decode.sort(sums + r * kPanel + c);
 }
 
-// Whether codes are decoded in registers, again for every kFP8Rows rows: lookups run beside products.
-// Processors that stream by themselves do so for more rows (ADR 0363), fewer if each group's sums
-// are scaled.
+// Whether codes are decoded in registers, again for every kFP8Rows rows: lookups run beside
+// products. Processors that stream by themselves do so for more rows (ADR 0363), fewer if each
+// group's sums are scaled.
 inline bool fp8_in_registers(int64_t rows, int width, bool grouped) {
   const int blocks = kFP8Blocks == 1 || !streams_by_itself ? kFP8Blocks : grouped ? 7 : 11;
   return rows <= kFP8Rows * blocks && width % kFP8Columns == 0;
 }
 
-// sums[rows][64] = x[rows][ks] * codes[ks / 2][width][2]; sums are zero before. ks: a multiple of
-// 32. rows: 1 to kFP8Rows. far: bytes to what is fetched meanwhile, a line for each that is read.
-inline void multiply_fp8(int64_t rows, const FP8Input* x, int64_t ldx, const uint8_t* codes,
-                         int width, int64_t ks, int64_t far, float* sums) {
+template <bool Followed>
+inline void fp8_rows_of(int64_t rows, const FP8Input* x, int64_t ldx, const uint8_t* codes,
+                        int width, int64_t ks, int64_t far, float* sums) {
   switch (rows) {
-    case 1: return fp8_rows<1>(x, ldx, codes, width, ks, far, sums);
-    case 2: return fp8_rows<2>(x, ldx, codes, width, ks, far, sums);
+    case 1: return fp8_rows<1, Followed>(x, ldx, codes, width, ks, far, sums);
+    case 2: return fp8_rows<2, Followed>(x, ldx, codes, width, ks, far, sums);
 #if defined(MODULM_MANY_REGISTERS)
-    case 3: return fp8_rows<3>(x, ldx, codes, width, ks, far, sums);
-    case 4: return fp8_rows<4>(x, ldx, codes, width, ks, far, sums);
-    case 5: return fp8_rows<5>(x, ldx, codes, width, ks, far, sums);
-    case 6: return fp8_rows<6>(x, ldx, codes, width, ks, far, sums);
+    case 3: return fp8_rows<3, Followed>(x, ldx, codes, width, ks, far, sums);
+    case 4: return fp8_rows<4, Followed>(x, ldx, codes, width, ks, far, sums);
+    case 5: return fp8_rows<5, Followed>(x, ldx, codes, width, ks, far, sums);
+    case 6: return fp8_rows<6, Followed>(x, ldx, codes, width, ks, far, sums);
 #endif
   }
+}
+
+// sums[rows][64] = x[rows][ks] * codes[ks / 2][width][2]; sums are zero before. ks: a multiple of
+// 32. rows: 1 to kFP8Rows. far: bytes to what is fetched meanwhile, a line for each that is read;
+// followed: that is what the next call reads.
+inline void multiply_fp8(int64_t rows, const FP8Input* x, int64_t ldx, const uint8_t* codes,
+                         int width, int64_t ks, int64_t far, bool followed, float* sums) {
+  if constexpr (kFP8Blocks > 1)
+    if (followed) return fp8_rows_of<true>(rows, x, ldx, codes, width, ks, far, sums);
+  fp8_rows_of<false>(rows, x, ldx, codes, width, ks, far, sums);
 }
 #else
 using FP8Input = bf16;
 constexpr int kFP8Rows = 1;
 inline bool fp8_in_registers(int64_t, int, bool) { return false; }
 inline void multiply_fp8(int64_t, const FP8Input*, int64_t, const uint8_t*, int, int64_t, int64_t,
-                         float*) {}
+                         bool, float*) {}
 #endif
 
 }  // namespace modulm
