@@ -19,7 +19,7 @@ inline float high_of(uint32_t pair) {
 }
 #endif
 
-// scales: null, or one for each column of sums that begin at zero and are added by them.
+// Scaled: the sums begin at zero and are added to `sums` times the columns' scales.
 template <int Rows, int Vectors, bool Scaled>
 inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
                  float* sums, const float* scales, bool stream, Ahead* next) {

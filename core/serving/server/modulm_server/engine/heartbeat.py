@@ -42,8 +42,13 @@ _COLD, _COLD_STEPS = 120.0, 3
 
 
 def _processor_seconds() -> float:
-    """Processor seconds used by this process and its ended children."""
-    return sum(os.times()[:4])
+    """Processor seconds used by this process and its ended children.
+
+    Those of the process are finer than `os.times`: one of its ticks (10 ms) would be the share of
+    a computing process in a short interval.
+    """
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
 
 
 @define(eq=False)
